@@ -73,6 +73,7 @@ ARROWS = MappingProxyType(
             "cairn.kernels.fp8",
             "cairn.kernels.gpu_codes",
             "cairn.kernels.int4",
+            "cairn.kernels.operations",
             "cairn.kernels.quantized",
             "cairn.kernels.state_encoding",
             "cairn.kernels.weight_rows",

@@ -17,22 +17,6 @@
 Asserts are for our own bugs on the spot; everything that a user, a file or a peer can cause is one of these.
 """
 
-__all__ = [
-    "AuditError",
-    "CairnError",
-    "ConfigError",
-    "DownloadError",
-    "EngineDead",
-    "InvalidBody",
-    "InvalidRequest",
-    "LeasesFull",
-    "ModelError",
-    "NotFound",
-    "Overloaded",
-    "QueueFull",
-    "RequestError",
-]
-
 
 class CairnError(Exception):
     """Base of all errors that cairn raises on purpose."""

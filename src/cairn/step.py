@@ -36,34 +36,6 @@ from numpy.typing import NDArray
 
 from cairn.types import Keys, Pages, SamplingParams
 
-__all__ = [
-    "DRAFTED",
-    "GRID",
-    "SAMPLED",
-    "Admit",
-    "DecodeRows",
-    "Fold",
-    "FoldSnapshot",
-    "Image",
-    "Logprobs",
-    "PageCopy",
-    "PrefillRow",
-    "Restore",
-    "SampledToken",
-    "Samples",
-    "Save",
-    "Score",
-    "Scored",
-    "Snapshot",
-    "StepPlan",
-    "StepResult",
-    "TableUpdate",
-    "TokenMask",
-    "TokenMasks",
-    "VerifiedTokens",
-    "VerifyRow",
-]
-
 GRID = 64
 """Prefill computes in chunks of this many tokens on an absolute grid; states at its points are exact."""
 

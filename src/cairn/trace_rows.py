@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 
 from cairn.errors import ConfigError
 
-__all__ = ["MOONCAKE_UNIT", "TraceBounds", "TraceRow", "has_header", "parse_integer", "trace_lines", "trace_rows"]
-
 MOONCAKE_UNIT = 512
 _LAST_TIME = 1e15
 

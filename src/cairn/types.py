@@ -8,22 +8,6 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-__all__ = [
-    "Boundary",
-    "BoundaryKind",
-    "Clock",
-    "Count",
-    "Keys",
-    "ManualClock",
-    "Pages",
-    "Positive",
-    "RequestId",
-    "SamplingParams",
-    "Size",
-    "SystemClock",
-    "first_in_reach",
-]
-
 RequestId = NewType("RequestId", str)
 
 Count = Annotated[int, Meta(ge=0, le=1 << 24)]
@@ -108,7 +92,6 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Seconds since an arbitrary start, never going backwards."""
-        ...
 
 
 class SystemClock:

@@ -23,9 +23,7 @@ def functions_of_the_contract() -> dict[str, Callable[..., object]]:
 
 @every_backend
 def test_a_backend_has_the_contracts_functions_with_their_parameters(kernels: ModuleType) -> None:
-    wanted = functions_of_the_contract()
-    assert set(kernels.__all__) == set(wanted)
-    for name, function in wanted.items():
+    for name, function in functions_of_the_contract().items():
         parameters = list(inspect.signature(function).parameters.values())[1:]
         found = inspect.signature(getattr(kernels, name)).parameters.values()
         assert [(each.name, each.default) for each in found] == [(each.name, each.default) for each in parameters]

@@ -14,6 +14,7 @@ import torch
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.kernels.contract import Kernels
+from cairn.kernels.operations import OPERATIONS
 from kernels.backends import BACKENDS, DEVICES, name_of
 from kernels.comparison import check_against_reference
 from kernels.file_copies import CASES, ENCODED, LONG, SMALL, FileCopy, TokenCopy
@@ -495,9 +496,9 @@ def backend_with(folder: Path, name: str, change: Callable[[str], str]) -> Modul
                 changed.append(load(folder, user, source_of(user)))
                 patch.setitem(sys.modules, f"cairn.kernels.cuda.{user}", changed[-1])
     backend = ModuleType("changed")
-    backend.__dict__.update({each: getattr(CUDA, each) for each in CUDA.__all__})
+    backend.__dict__.update({each: getattr(CUDA, each) for each in OPERATIONS})
     for module in changed:
-        backend.__dict__.update({each: value for each, value in vars(module).items() if each in CUDA.__all__})
+        backend.__dict__.update({each: value for each, value in vars(module).items() if each in OPERATIONS})
     return backend
 
 

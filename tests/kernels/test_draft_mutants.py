@@ -15,6 +15,7 @@ from cairn.kernels import cpu, exact, reference
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.kernels.contract import Kernels
 from cairn.kernels.cpu import compiled
+from cairn.kernels.operations import OPERATIONS
 from kernels.backends import BACKENDS, name_of
 from kernels.comparison import check_against_reference
 from kernels.drafts import call_of, check_folds, check_verifies, check_wrong_numbers, every_acceptance
@@ -299,9 +300,9 @@ def backend_with(folder: Path, backend: ModuleType, name: str, change: Callable[
         users = USERS.get((name_of(backend), name), ())
         changed += [load(folder, source / f"{user}.py", lambda text: text) for user in users]
     whole = ModuleType("changed")
-    whole.__dict__.update({each: getattr(backend, each) for each in backend.__all__})
+    whole.__dict__.update({each: getattr(backend, each) for each in OPERATIONS})
     for module in changed:
-        whole.__dict__.update({each: value for each, value in vars(module).items() if each in backend.__all__})
+        whole.__dict__.update({each: value for each, value in vars(module).items() if each in OPERATIONS})
     return whole
 
 

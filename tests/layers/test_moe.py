@@ -6,7 +6,8 @@ from torch import Tensor
 
 from cairn.kernels import exact, reference
 from cairn.kernels.contract import Kernels
-from cairn.layers.feed_forward import GatedMLP, MixtureOfExperts, SharedExpert, Silu, SiluExperts, SoftmaxRouter
+from cairn.kernels.operations import KernelFunction
+from cairn.layers.feed_forward import GatedMLP, MixtureOfExperts, SharedExpert, SoftmaxRouter
 from cairn.layers.linear import Linear
 from kernels.random_batches import RandomBatch, SequenceRows
 
@@ -31,11 +32,15 @@ def test_a_token_gets_its_experts_by_their_rates(normalize: bool, kernels: Kerne
     shared = (drawn(5, WIDTH), drawn(5, WIDTH) * 2, drawn(WIDTH, 5))
     rate = drawn(1, WIDTH)
     mixture = MixtureOfExperts(
-        SiluExperts(kernels),
+        KernelFunction(kernels, "gated_experts"),
         SoftmaxRouter(kernels, linear(router), 2, normalize),
         kernels.pack(gate_up),
         kernels.pack(down),
-        SharedExpert(kernels, GatedMLP(Silu(kernels), linear(torch.cat(shared[:2])), linear(shared[2])), linear(rate)),
+        SharedExpert(
+            kernels,
+            GatedMLP(KernelFunction(kernels, "silu_mul"), linear(torch.cat(shared[:2])), linear(shared[2])),
+            linear(rate),
+        ),
     )
     hidden = drawn(ROWS, WIDTH)
     found = mixture(hidden, RandomBatch((), (SequenceRows(0, 0, ROWS),)).batch(kernels), None)

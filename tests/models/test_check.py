@@ -257,14 +257,14 @@ def test_what_a_gpu_has_left_is_the_pool(tmp_path):
     # 64 slots and one more, each with a state and a block table of 512 pages, which goes through the steps' copies, too
     entries = 4 + 12 * 4  # a page in the table; index and page in two buffers of up to twice their size
     assert 0 < plan.slot - fits.layout.checkpoint_bytes - entries * 512 < 5000
-    assert fits.state_bytes == 65 * plan.slot
+    assert fits.plan.states == 65 * plan.slot
     # logits, what is made of them, and tokens' counts, each of four bytes; masks and histograms are little
     assert 12 < plan.logits / 64 / NANO["vocab_size"] < 12.6
     # 52 layers in graphs of 1, 2, 4, 8, 16, ... 64 rows
     assert plan.graphs == guess_graph_bytes(52, 11) and plan.process == guess_process_bytes(1)
-    assert fits.pool_bytes == usable - fits.state_bytes - plan.fixed
+    assert fits.plan.pool == usable - fits.plan.states - plan.fixed
     assert plan.fixed == fits.weight_bytes + plan.graphs + plan.process + plan.logits
-    assert fits.num_pages == fits.pool_bytes // fits.layout.page_bytes > fits.pages_for_longest
+    assert fits.num_pages == fits.plan.pool // fits.layout.page_bytes > fits.pages_for_longest
     text = shown(fits)
     assert "90% of 79.65 GiB" in text and "of CUDA graphs and some 768.00 MiB of CUDA itself" in text
     small = check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["l4"]))
@@ -274,7 +274,7 @@ def test_what_a_gpu_has_left_is_the_pool(tmp_path):
     # all that there is, and not one page less
     exact = CheckSettings(gpu_memory_utilization=1.0, max_num_seqs=1, max_model_len=64, checkpoint_dtype="float32")
     roomy = check(tmp_path, replace(exact, gpu_memory_bytes=80 << 30))
-    needed = roomy.state_bytes + roomy.plan.fixed
+    needed = roomy.plan.states + roomy.plan.fixed
     needed += (fits.layout.pages_for(64) + fits.layout.pages_per_checkpoint + 1) * fits.layout.page_bytes
     assert check(tmp_path, replace(exact, gpu_memory_bytes=needed)).ok
     assert not check(tmp_path, replace(exact, gpu_memory_bytes=needed - 1)).ok

@@ -23,6 +23,7 @@ WITH_FEW_FILES = (
 )
 LACKING = """
 import asyncio, resource, sys
+from contextlib import aclosing
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.server_pool import UpstreamError
 from cairn.proxy.upstream import UpstreamClient
@@ -35,7 +36,7 @@ async def ask(client):
     return "answered"
 
 async def main():
-    async with UpstreamClient(ProxyOptions(decode=["http://d:1"])) as client:
+    async with aclosing(UpstreamClient(ProxyOptions(decode=["http://d:1"]))) as client:
         before, files = await ask(client), []
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
         try:

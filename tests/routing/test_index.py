@@ -6,6 +6,7 @@ import pytest
 
 from cairn.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from cairn.routing.index import PrefixIndex
+from routing.index_audit import audit
 
 PROMPT = list(range(100, 120))
 
@@ -19,7 +20,7 @@ def index_of(max_blocks=1000, **prompts):
     index = PrefixIndex(max_blocks, routed_seconds=60)
     for replica, num_blocks in prompts.items():
         index.apply(replica, stored(*PROMPT[:num_blocks]))
-    index.audit()
+    audit(index)
     return index
 
 
@@ -62,7 +63,7 @@ def test_removed_blocks_are_gone_for_that_replica_alone():
     assert matched(index, PROMPT) == {"a": 3, "b": 5}
     index.apply("b", BlockRemoved(tuple(PROMPT[4::-1])))
     index.apply("a", BlockRemoved((102, 101, 100)))
-    index.audit()
+    audit(index)
     assert matched(index, PROMPT) == {} and index.num_blocks == 0
 
 
@@ -75,7 +76,7 @@ def test_a_cleared_replica_starts_anew_and_a_removed_one_is_forgotten():
     assert matched(index, PROMPT) == {"c": 5} and set(index.replicas) == {"a", "c"}
     index.apply("a", stored(100))
     index.apply("b", stored(100, 101))
-    index.audit()
+    audit(index)
     assert matched(index, PROMPT) == {"a": 1, "b": 2, "c": 5}
 
 
@@ -85,7 +86,7 @@ def test_numbers_of_dead_replicas_are_given_again():
         index.apply("b", stored(*PROMPT[:7]))
         index.clear("b")
         assert matched(index, PROMPT) == {"a": 5}
-    index.audit()
+    audit(index)
     assert max(map(index.number, "ab")) < 100
 
 
@@ -99,7 +100,7 @@ def test_a_routed_prompt_is_expected_until_it_is_old():
     assert index.matched_by("b", PROMPT) == 6, "it is not old yet"
     index.add_routed("c", PROMPT[:1], 1180.0)
     assert matched(index, PROMPT) == {"a": 2, "c": 1}
-    index.audit()
+    audit(index)
 
 
 def test_a_routed_prompt_that_is_announced_or_routed_again_stays():
@@ -127,7 +128,7 @@ def test_the_index_is_bounded_and_drops_what_nobody_uses():
         index.add_routed("b", PROMPT[:1], 0.0)
         index._used.update(PROMPT)
         index.apply("a", stored(*range(first, first + 20)))
-        index.audit()
+        audit(index)
     assert index.matched_by("a", PROMPT) == 20
     assert index.matched_by("a", range(2980, 3000)) == 20
     assert index.matched_by("a", range(1000, 1020)) == 0
@@ -137,7 +138,7 @@ def test_routed_prompts_are_bounded_too():
     index = PrefixIndex(100, routed_seconds=1e9)
     for first in range(0, 10_000, 40):
         index.add_routed("a", range(first, first + 40), 0.0)
-        index.audit()
+        audit(index)
         assert index.num_blocks <= 100 and index.matched_by("a", range(first, first + 40)) == 40
     index.add_routed("b", range(1000), 0.0)
     assert index.matched_by("b", range(1000)) == 50
@@ -174,7 +175,7 @@ def test_a_full_index_knows_each_replica_up_to_the_last_sampled_block_it_has(sam
         index.apply(name, stored(*prompt[: depth // 3]))
         index.apply(name, stored(*prompt[depth // 3 : depth]))
         index.add_routed(name, prompt[: depth // 2], 0.0)
-        index.audit()
+        audit(index)
     assert index.sample_every == sample_every
     found = dict.fromkeys(depths, 0) | matched(index, prompt, resolution)
     looked_at = [*range(resolution - 1, 199, resolution), 199]
@@ -184,7 +185,7 @@ def test_a_full_index_knows_each_replica_up_to_the_last_sampled_block_it_has(sam
         assert found[name] == max((one + 1 for one in seen if one < depth), default=0)
     for name, depth in depths.items():
         index.apply(name, BlockRemoved(tuple(reversed(prompt[:depth]))))
-    index.audit()
+    audit(index)
     assert index.num_blocks == 0
 
 
@@ -195,7 +196,7 @@ def test_a_full_index_knows_more_prompts_where_it_samples():
     for index in (coarse, fine):
         for prompt in prompts:
             index.apply("a", stored(*prompt))
-            index.audit()
+            audit(index)
     assert coarse.sample_every == 8
     assert sum(fine.matched_by("a", prompt) > 0 for prompt in prompts) <= 20
     assert sum(coarse.matched_by("a", prompt) > 20 for prompt in prompts) >= 90

@@ -17,6 +17,7 @@ from cairn.errors import ConfigError
 from cairn.routing.index import PrefixIndex, places_below
 from cairn.routing.subscriber import KvEventSubscriber
 from cairn.types import ManualClock
+from routing.index_audit import audit
 
 SECONDS = 20
 BLOCKS = list(range(1000))
@@ -88,7 +89,7 @@ class Wire:
     def until(self, condition):
         def received():
             self.subscriber.receive()
-            self.index.audit()
+            audit(self.index)
             return condition()
 
         until(received)

@@ -16,12 +16,10 @@ from cairn.engine.text.tokenizer import MARKS
 from cairn.errors import ConfigError
 from cairn.server.openai.chat_message import ChatMessage
 from cairn.server.options import ServerOptions
-from cairn.server.parsers.gemma4_tool_parser import MAX_VALUE as MAX_GEMMA_VALUE
 from cairn.server.parsers.gemma4_tool_parser import Gemma4ToolParser
 from cairn.server.parsers.harmony import MAX_HEADER, HarmonyParser, call_header
 from cairn.server.parsers.json_mender import JsonMender
 from cairn.server.parsers.json_tool_parser import MAX_CALL, JsonToolParser
-from cairn.server.parsers.lfm2_tool_parser import MAX_VALUE as MAX_LITERAL
 from cairn.server.parsers.lfm2_tool_parser import Lfm2ToolParser
 from cairn.server.parsers.nemotron_tool_parser import NemotronToolParser
 from cairn.server.parsers.output_parser import (
@@ -37,6 +35,7 @@ from cairn.server.parsers.pythonic_tool_parser import PythonicToolParser
 from cairn.server.parsers.reasoning import ReasoningParser
 from cairn.server.parsers.registry import CHANNELS, TOOL_PARSERS, ParserFactory, select_parsers
 from cairn.server.parsers.values import convert_value, get_json_types
+from cairn.server.parsers.whole_values import MAX_VALUE as MAX_WHOLE_VALUE
 from cairn.server.parsers.xml_tool_parser import MAX_VALUE, XmlToolParser
 
 SCHEMA = {
@@ -981,7 +980,7 @@ def test_references_in_circles_do_not_multiply():
         ("harmony", call_header("now") + "{", '"a": 1, ', 64),
         ("harmony", call_header("now") + "{}", "\n" * 50, 128),
         ("harmony", "", "\n" * 50, 128),
-        ("lfm2", "<|tool_call_start|>[now(a='", "word " * 50, MAX_LITERAL + 300),
+        ("lfm2", "<|tool_call_start|>[now(a='", "word " * 50, MAX_WHOLE_VALUE + 300),
         ("lfm2", "<|tool_call_start|>[", "n" * 100, 512),
         ("lfm2", "<|tool_call_start|>[now(a=1, ", "n" * 100, 512),
         ("json", "<tool_call>{'name': ", "word " * 50, MAX_CALL + 300),
@@ -1122,7 +1121,7 @@ def test_a_form_begins_after_the_channel(reasoning, taken, refused):
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 def test_a_value_of_gemma_4_may_be_long(beyond):
-    value = '<|"|>' + "x" * (MAX_GEMMA_VALUE - 10 + beyond) + '<|"|>'
+    value = '<|"|>' + "x" * (MAX_WHOLE_VALUE - 10 + beyond) + '<|"|>'
     text = gemma("now", f"a:{value}")
     whole = parsed("gemma4", [text])
     assert [ended for _, _, ended in whole[2]] == ([True] if beyond <= 0 else [text[: text.index(":", 20) + 1]])

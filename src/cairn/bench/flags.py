@@ -8,6 +8,7 @@ import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -206,30 +207,22 @@ def _add_report(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
 
-def _integer(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {text!r:.40}")
-        return value
+def _bounded(convert: Callable[[str], float], what: str, form: str, least: float, most: float) -> Callable[[str], Any]:
+    """Reads `what` from `least` to `most`, which are shown in this form."""
 
-    return parse
-
-
-def _number(least: float, most: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
         try:
-            value = float(text)
+            value = convert(text)
         except ValueError:
             value = math.nan
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {text!r:.40}")
+            raise argparse.ArgumentTypeError(f"must be {what} from {least:{form}} to {most:{form}}, not {text!r:.40}")
         return value
 
     return parse
+
+
+_integer, _number = partial(_bounded, int, "a whole number", ""), partial(_bounded, float, "a number", "g")
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -12,22 +12,6 @@ from tokenizers import Tokenizer
 
 from cairn.errors import ConfigError
 
-__all__ = [
-    "FIRST_TOKEN",
-    "MAX_PROMPTS",
-    "MAX_TOKENS",
-    "Conversation",
-    "Ids",
-    "Speller",
-    "TokenizerSpeller",
-    "Turn",
-    "Vocabulary",
-    "WordSpeller",
-    "draw_arrival_times",
-    "flag",
-    "spell_prompts",
-]
-
 Ids = NDArray[np.int64]
 
 FIRST_TOKEN = 20

@@ -88,8 +88,8 @@ class CheckSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The report. Sizes in bytes, on one rank. `packed_dtype`: of the weights of products. `has_head`: whether
-    the checkpoint's head is served, and drafts."""
+    """The report. Sizes in bytes, on one rank; of `plan` the pool is at most 0 where a GPU has no room for one.
+    `packed_dtype`: of the weights of products. `has_head`: whether the checkpoint's head is served, and drafts."""
 
     folder: Path
     model_type: str
@@ -118,16 +118,6 @@ class CheckReport:
         return self.plan.weights
 
     @property
-    def state_bytes(self) -> int:
-        """The running states of `max_num_seqs` sequences, their block tables, and one slot of nobody's."""
-        return self.plan.states
-
-    @property
-    def pool_bytes(self) -> int:
-        """At most 0 where a GPU has no room for a pool."""
-        return self.plan.pool
-
-    @property
     def fits_gpu(self) -> bool:
         """Whether a sequence of `max_model_len` tokens has room in what the GPU has left, and the server takes so small
         a pool. True without a GPU."""
@@ -148,7 +138,7 @@ class CheckReport:
     @property
     def num_pages(self) -> int:
         """Pages of the pool."""
-        return max(0, self.pool_bytes) // self.layout.page_bytes
+        return max(0, self.plan.pool) // self.layout.page_bytes
 
 
 def check(
@@ -285,7 +275,7 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
     layers = ", ".join(f"{count} {kind}" for kind, count in report.layers.items())
     worth = f", as much as {report.checkpoint_tokens:,.0f} tokens" if report.checkpoint_tokens else ""
     form = "" if layout.checkpoint_dtype == "float32" else f", states in {layout.checkpoint_dtype}"
-    pool = f"{_size(max(0, report.pool_bytes))} = {report.num_pages:,} pages"
+    pool = f"{_size(max(0, report.plan.pool))} = {report.num_pages:,} pages"
     if report.pages_for_longest > report.num_pages:
         more = "raise --kv-cache-memory-bytes or lower --max-model-len"
         if settings.gpu_memory_bytes is not None:
@@ -307,7 +297,7 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
         ("checkpoint", f"{layout.checkpoint_bytes:,} bytes = {layout.pages_per_checkpoint:,} pages{form}{worth}"),
         (
             "running states",
-            f"{_size(report.state_bytes)} for {_count(report.plan.num_slots, 'sequence')}, with their block tables"
+            f"{_size(report.plan.states)} for {_count(report.plan.num_slots, 'sequence')}, with their block tables"
             + ("" if layout.state_dtype == "float32" else f", in {layout.state_dtype}"),
         ),
         (
@@ -355,12 +345,12 @@ def _rank_rows(report: CheckReport) -> list[tuple[str, str]]:
 
 
 def _gpu_rows(report: CheckReport) -> list[tuple[str, str]]:
-    settings, plan, left = report.settings, report.plan, report.pool_bytes
+    settings, plan, left = report.settings, report.plan, report.plan.pool
     if not plan.on_gpu or settings.gpu_memory_bytes is None:
         return []
     usable = f"{settings.gpu_memory_utilization:.0%} of {_size(settings.gpu_memory_bytes)}"
     taken = (
-        f"{_size(report.weight_bytes)} of weights, {_size(report.state_bytes)} of running states, "
+        f"{_size(report.weight_bytes)} of weights, {_size(report.plan.states)} of running states, "
         f"{_size(plan.logits + plan.images)} of logits and encoded images, some {_size(plan.graphs)} of "
         f"CUDA graphs and some {_size(plan.process)} of CUDA itself"
     )

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 # Written out: to import them would load torch for every --help.
 _MADE_FAMILIES = (
-    "nemotron_h, qwen3_5, qwen3_5_moe, qwen3_5_vl, granitemoehybrid, falcon_h1, lfm2, qwen3, "
-    "olmo_hybrid, lfm2_moe, qwen3_moe, granite, gemma4, gemma3, gemma2, lfm3, llama4, gpt_oss"
+    "nemotron_h, qwen3_5, qwen3_5_moe, granitemoehybrid, falcon_h1, lfm2, qwen3, "
+    "olmo_hybrid, lfm2_moe, qwen3_moe, granite, gemma4, gemma3, gemma2, lfm3, llama4, gpt_oss, qwen3_5_vl"
 )
 
 

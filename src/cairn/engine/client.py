@@ -98,15 +98,12 @@ class Transport(Protocol):
     async def start(self, receive: Callable[[FromCore], None], fail: Callable[[str], None]) -> EngineInfo:
         """Returns when the core has been built; from then on `receive` gets its messages, and `fail` why it has ended.
         Raises ConfigError or ModelError from building it, and EngineDead if it fell over."""
-        ...
 
     def send(self, message: ToCore) -> None:
         """Never blocks. Raises Overloaded when too much waits already, but never for an Abort or a Shutdown."""
-        ...
 
     async def close(self, seconds: float) -> None:
         """Ends the core: it is told to, and given so many seconds."""
-        ...
 
 
 class CoreClient:

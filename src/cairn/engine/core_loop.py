@@ -39,15 +39,12 @@ class CoreLink(Protocol):
 
     def receive(self, seconds: float) -> ToCore | None:
         """The next message, or None when none comes within `seconds`, or `wake` is called."""
-        ...
 
     def wake(self) -> None:
         """End a `receive` that waits. For other threads."""
-        ...
 
     def send(self, message: FromCore) -> None:
         """Raises EngineDead when the client does not take it."""
-        ...
 
 
 def run_core(core: Core, link: CoreLink, clock: Clock | None = None) -> None:

@@ -14,15 +14,12 @@ class DeviceMemory(Protocol):
 
     def free_and_total(self) -> tuple[int, int]:
         """What nobody has taken, and all there is."""
-        ...
 
     def start_peak(self) -> None:
         """Forget the peak so far."""
-        ...
 
     def peak_growth(self) -> int:
         """The most that this process had taken since `start_peak`, beyond what it had then."""
-        ...
 
 
 class CudaMemory:

@@ -182,6 +182,23 @@ class GateKeeper(HttpMiddleware):
             self._gate.leave()
 
 
+async def read_body(receive: Receive, max_bytes: int, seconds: float) -> bytes:
+    """The body of a request, or more than `max_bytes` of it. Raises ClientDisconnected, and RequestError if it
+    does not come in time."""
+    body, more_body = bytearray(), True
+    try:
+        async with asyncio.timeout(seconds):
+            while more_body and len(body) <= max_bytes:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                body += message.get("body", b"")
+                more_body = message.get("more_body", False)
+    except TimeoutError:
+        raise make_error(f"the body did not come within {seconds:g} s", 408) from None
+    return bytes(body)
+
+
 class BodyLimit(HttpMiddleware):
     """Reads the body of a request before the application does, up to `max_bytes` (413) and for `seconds` (408), and
     unpacks one in gzip up to as many; another encoding is a 415. The application sees the bytes that are meant."""
@@ -201,33 +218,20 @@ class BodyLimit(HttpMiddleware):
                 raise self._too_large()
             if encoding not in ("", "identity", *_GZIP):
                 raise make_error(f"Content-Encoding is {encoding[:64]!r}: send gzip, or the body as it is", 415)
-            async with asyncio.timeout(self._seconds):
-                body = await self._read_body(receive)
-                if encoding in _GZIP:
-                    body = await asyncio.to_thread(self._unpack, body)
-                    scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] not in _OF_ENCODING]}
+            body = await read_body(receive, self._max_bytes, self._seconds)
         except ClientDisconnected:
             return None
-        except TimeoutError:
-            raise make_error(f"the body did not come within {self._seconds:g} s", 408) from None
+        if len(body) > self._max_bytes:
+            raise self._too_large()
+        if encoding in _GZIP:
+            body = await asyncio.to_thread(self._unpack, body)
+            scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] not in _OF_ENCODING]}
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
             return unread.pop() if unread else await receive()
 
         return await self._app(scope, replay, send)
-
-    async def _read_body(self, receive: Receive) -> bytes:
-        body, more_body = bytearray(), True
-        while more_body:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            body += message.get("body", b"")
-            if len(body) > self._max_bytes:
-                raise self._too_large()
-            more_body = message.get("more_body", False)
-        return bytes(body)
 
     def _unpack(self, body: bytes) -> bytes:
         unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)

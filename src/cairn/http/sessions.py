@@ -42,7 +42,8 @@ def name_session(body: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]]
     a client may see depends on its prompt and its salt alone.
     """
     sent = dict(headers)
-    arguments, metadata = (_as_object(body.get(name)) for name in ("vllm_xargs", "metadata"))
+    given = (body.get(name) for name in ("vllm_xargs", "metadata"))
+    arguments, metadata = (value if isinstance(value, Mapping) else {} for value in given)
     names = [
         *(body.get(name) for name in _FIELDS),
         *(arguments.get(name) for name in _ARGUMENTS),
@@ -55,10 +56,6 @@ def name_session(body: Mapping[str, Any], headers: Iterable[tuple[bytes, bytes]]
     owner = [value if isinstance(value, str) else None for value in map(body.get, ("model", "cache_salt"))]
     # escaped, as half a surrogate pair, which some decoders let through, has no bytes of its own
     return hashlib.blake2b(json.dumps([*owner, name]).encode(), digest_size=16).hexdigest()
-
-
-def _as_object(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _decode(body: Mapping[str, msgspec.Raw], name: str, form: Any = str) -> Any:

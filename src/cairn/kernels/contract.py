@@ -46,19 +46,16 @@ class Kernels(Protocol):
     def pack(self, weight: Tensor) -> Weight:
         """A weight [out, in], or a stack of experts' [E, out, in], in the form that this backend multiplies with. It
         may keep the tensor itself, whose memory is then not to be changed any more."""
-        ...
 
     def pack_stored(self, rows: Sequence[WeightRows]) -> Weight:
         """As `pack`, of a weight [out, in] whose rows are those of all of these one after the other, of one kind or of
         several, or of a stack of experts', which is one. For `linear` and the experts. A backend that computes with FP8
         weights keeps the numbers and scales of an `Fp8Weight`, and one that computes with codes those of a
         `QuantizedWeight`; others bring it to the model's dtype, which is what products with it give in any case."""
-        ...
 
     def lays_out(self, dtype: torch.dtype) -> bool:
         """Whether `pack` and `pack_stored` write weights of models of this dtype, other than float32 ones of bfloat16
         models, to memory of their own, in whatever form they are given: then they may be given rows of a file."""
-        ...
 
     def pack_int8(self, weight: Tensor) -> Weight:
         """As `pack`, in int8: each output channel is divided by a scale of its own, its largest number over 127, and
@@ -67,18 +64,15 @@ class Kernels(Protocol):
 
         Raises ConfigError that names --quantization where this backend or this machine has no such products.
         """
-        ...
 
     def pack_int4(self, weight: Int4Weight) -> Weight:
         """As `pack`, of a weight in four bits. Products with it on the CPU bring each row of x to int8, with a scale
         for each of the weight's groups of inputs, add whole numbers up within a group, and groups in their order; so
         rows stay independent of one another, bit for bit. Only for products in float32 or bfloat16. Raises as
         `pack_int8`."""
-        ...
 
     def packed_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype `pack` keeps a weight of this one."""
-        ...
 
     def pack_state_spans(
         self, spans: Sequence[StateSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
@@ -88,7 +82,6 @@ class Kernels(Protocol):
         entries, which is converted while it is copied. `entry_bytes`: from one entry of each tensor to the next.
         `pool`: uint8 [pages, page_bytes], contiguous; of the ones that are copied with, page_bytes and device are the
         same."""
-        ...
 
     def warm_up(
         self,
@@ -99,22 +92,18 @@ class Kernels(Protocol):
         """Compiles every kernel that a model of this dtype, or of any, may use in these operations, or in all, with the
         weights that have been packed, and returns their number. Without it the first batches are slower.
         `operations`: names of functions of this contract. `state_dtype`: of recurrent states."""
-        ...
 
     def build_metadata(self, host: HostBatch, staging: Staging) -> object:
         """What the backend works out about a batch once a step, before its layers run: `Batch.metadata`; and about a
         fold, before states are brought forward. It is complete when `staging` has been sent."""
-        ...
 
     def step_graphs(self) -> StepGraphs | None:
         """None where nothing records a pass while it is computed."""
-        ...
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
     def token_counts(self, num_slots: int, vocab_size: int, device: torch.device | None = None) -> TokenCounts:
         """No sequence's yet."""
-        ...
 
     def sampler(
         self, params: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int, staging: Staging
@@ -122,7 +111,6 @@ class Kernels(Protocol):
         """For n rows, n at least 1, with what is known when their step is launched; `staging` is to be sent before
         `Sampler.sample`. See `TorchSampler` for what is drawn: the same token on every backend wherever rounding does
         not decide."""
-        ...
 
     def logprobs(
         self, logits: Tensor, tokens: Tensor, num_top: int, listed: Tensor | None = None, rows: Tensor | None = None
@@ -130,26 +118,21 @@ class Kernels(Protocol):
         """Log-probabilities of `tokens`, int64 [n], and of the `num_top` best, or of the tokens `listed`, int64 [n, k].
         `logits`: float32 [n, vocab], before any logits processor; or of more rows, of which `rows`, int64 [n], are
         asked for."""
-        ...
 
     def sampling_bytes(self, num_rows: int, vocab_size: int, num_slots: int) -> int:
         """The most that drawing `num_rows` takes of a device's memory beside their logits, with the counts of
         `num_slots`."""
-        ...
 
     # -- products -------------------------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """tokens int64 [T], weight [vocab, hidden], not packed -> [T, hidden]."""
-        ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, batch: Batch) -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out], all in one dtype."""
-        ...
 
     def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
         """hidden [n, in] of any n rows, weight [vocab, in] -> logits float32 (or wider) [n, vocab]."""
-        ...
 
     def experts(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Weight, down: Weight, batch: Batch
@@ -160,20 +143,17 @@ class Kernels(Protocol):
         and down [E, in, inner], packed. Returns [T, in] in x's dtype; a token's terms are added in float32 or wider, in
         ascending order of e.
         """
-        ...
 
     def gated_experts(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, batch: Batch
     ) -> Tensor:
         """SwiGLU experts (arXiv 2002.05202), else as `experts`: down[e] (silu(gate) * up) with gate and up the halves
         of gate_up[e] x[t]; gate_up [E, 2 * inner, in], gate first."""
-        ...
 
     def gelu_experts(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, batch: Batch
     ) -> Tensor:
         """GeGLU experts, else as `gated_experts`: with the gelu of `gelu_mul` in the place of the silu."""
-        ...
 
     def clamped_experts(
         self,
@@ -194,59 +174,47 @@ class Kernels(Protocol):
             a = (min(max(up, -limit), limit) + 1) g sigmoid(alpha g)  with g = min(gate, limit)
 
         Biases [E, out] in x's dtype and contiguous; `down_bias` None for none."""
-        ...
 
     # -- row by row -----------------------------------------------------------------------------------------------
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension (arXiv 1910.07467), in x's dtype: x [T, width] or, for the norm
         of each head, [T, heads, width]; weight [width] in x's dtype or float32."""
-        ...
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x in place, both [T, width] in one dtype and residual contiguous; then `rms_norm` of it."""
-        ...
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
         """The norm of x * silu(gate) over each of `groups` equal parts of a row, times weight (Mamba2, arXiv
         2405.21060): x [T, width] as `ssd` gives it, gate [T, width], weight [width] -> gate's dtype."""
-        ...
 
     def rms_norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`rms_norm` of each head times silu(gate) (gated delta net): x [T, H, P] as `gdn` gives it, gate [T, H * P],
         weight float32 [P] -> gate's dtype [T, H * P]."""
-        ...
 
     def silu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """silu(gate) * x, both [T, width] -> [T, width] in gate's dtype."""
-        ...
 
     def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """gelu(gate) * x with gelu(v) = v / 2 (1 + tanh(sqrt(2 / pi) (v + 0.044715 v^3))) (arXiv 1606.08415), both
         [T, width] in one dtype -> [T, width]."""
-        ...
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap tanh(x / cap): x float32 (or wider) [T, width]."""
-        ...
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """x * sigmoid(gate): x [T, width], gate [T, width] or [T, 1] -> [T, width] in x's dtype."""
-        ...
 
     def squared_relu(self, x: Tensor) -> Tensor:
         """relu(x)^2."""
-        ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, heads, D] with its first 2 * pairs elements turned by cos and sin float32 [T, pairs] (arXiv
         2104.09864), element i paired with element i + pairs; in x's dtype."""
-        ...
 
     def softmax_router(self, logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
         """logits float32 [T, E] -> (topk_ids int64, topk_weights float32), both [T, K = top_k]: the experts with the
         largest probabilities by softmax(logits), and these, over the chosen ones' sum if `normalize`."""
-        ...
 
     def sigmoid_router(
         self,
@@ -262,7 +230,6 @@ class Kernels(Protocol):
         """DeepSeek-V3's (arXiv 2412.19437, section 2.1.2): chosen by sigmoid(logits) + correction [E] out of the best
         `top_groups` of `num_groups` equal groups, each worth its two best experts; the weight is the sigmoid alone,
         over the chosen ones' sum + epsilon if `normalize`, times scale. Shapes as for `softmax_router`."""
-        ...
 
     # -- sequences ------------------------------------------------------------------------------------------------
     #
@@ -287,7 +254,6 @@ class Kernels(Protocol):
         weight float32 [W, C], taps oldest first, bias float32 [C]; states [slots + 1, W - 1, C] in model dtype: the
         raw inputs before the pass, updated in place but for verifies. Snapshots [N, W - 1, C] in the states' dtype.
         """
-        ...
 
     def ssd(
         self,
@@ -310,7 +276,6 @@ class Kernels(Protocol):
         x [T, H, P], b and c [T, G, S] as `conv` gives them; dt [T, H] in model dtype; a (negative), d and dt_bias
         float32 [H]. states [slots + 1, H, P, S] in place but for verifies; snapshots [N, H, P, S] in the states' dtype.
         """
-        ...
 
     def gdn(
         self,
@@ -335,12 +300,10 @@ class Kernels(Protocol):
         and dt [T, H] in model dtype; a (negative) and dt_bias float32 [H]. states [slots + 1, H, S, P] in place but for
         verifies; snapshots [N, H, S, P] in the states' dtype.
         """
-        ...
 
     def write_kv(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> None:
         """k and v [T, Hk, D] into keys and values [page, Hk, token, D] of one layer, at the places that the block table
         of attention group `group` has for their positions; positions below `kv_write_from` are left out."""
-        ...
 
     def attention(
         self,
@@ -360,7 +323,6 @@ class Kernels(Protocol):
         What lies in a page after the sequence's end may read as NaN and must not count. Pages that lie wholly before
         what the sequence's first row here sees may be another's by now: neither they nor their entries of the block
         table are read."""
-        ...
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
@@ -373,19 +335,16 @@ class Kernels(Protocol):
         pool as for `pack_state_spans`; files int64 [n, pages of a file], no page in two of them, n may be 0; tensors
         [entry, ...], whose entries may be apart; entries int64 [n], or None for 0, 1, ... n - 1.
         """
-        ...
 
     def load_states(
         self, pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: StateSpans
     ) -> None:
         """The reverse of `store_states`: from files, of which two may be the same, to entries, which are all
         different."""
-        ...
 
     def copy_pages(self, pool: Tensor, targets: Tensor, sources: Tensor) -> None:
         """Whole pages of pool [pages, page_bytes], uint8 and contiguous. targets and sources int64 [n], n at least 1:
         targets are all different, and none of them is a source."""
-        ...
 
     def copy_tokens(
         self, target: Tensor, pages: Tensor, page_tokens: Tensor, source: Tensor, slots: Tensor, slot_tokens: Tensor
@@ -394,7 +353,6 @@ class Kernels(Protocol):
         token, row] and source [slot, run, token, row], both uint8, each page and slot contiguous, which may be parts of
         one pool; the others int64 [n], n at least 1. Places that are written are all different, and none of them is
         read."""
-        ...
 
 
 class ExactKernels(Kernels, Protocol):
@@ -406,4 +364,3 @@ class ExactKernels(Kernels, Protocol):
 
         It may be a property of the library, the processor and the number of threads, so it is to be asked where the
         model runs."""
-        ...

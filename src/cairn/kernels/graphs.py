@@ -12,7 +12,6 @@ class Graphs(Protocol):
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record what `run` launches; returns what launches it again. Memory that is allocated meanwhile is shared with
         other graphs and holds nothing from one launch to the next."""
-        ...
 
 
 class StepGraphs(Graphs, Protocol):
@@ -21,7 +20,6 @@ class StepGraphs(Graphs, Protocol):
     def set_lengths(self, metadata: object, host: HostBatch) -> None:
         """Bring what `Kernels.build_metadata` gave for a captured batch to the lengths of the step that comes next.
         `host`: of as many decodes, without snapshots."""
-        ...
 
 
 def no_step_graphs() -> None:

@@ -1,17 +1,34 @@
 """Which functions of the kernel contract a model's layers call, read off their code, so that no layer has to list them.
 
-A layer is a dataclass whose fields lead to other layers and whose methods call `self.kernels.NAME(...)`.
+A layer is a dataclass whose fields lead to other layers and whose methods call `self.kernels.NAME(...)`, or a
+`KernelFunction`.
 """
 
 from collections.abc import Iterator, Set
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from types import CodeType, FunctionType
+from typing import Any
+
+from torch import Tensor
 
 from cairn.kernels.contract import Kernels
 
 OPERATIONS: frozenset[str] = frozenset(name for name in vars(Kernels) if not name.startswith("_"))
 """Functions of the contract."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFunction:
+    """The one function of the contract that is called `name`, for layers that may have any of several."""
+
+    kernels: Kernels
+    name: str
+
+    def __call__(self, *operands: Any) -> Tensor:
+        """As that function."""
+        result: Tensor = getattr(self.kernels, self.name)(*operands)
+        return result
 
 
 def names_in(code: CodeType) -> Iterator[str]:
@@ -36,7 +53,7 @@ def operations_of(layer: object) -> Set[str]:
         if isinstance(each, tuple):
             left += each
         elif is_dataclass(each) and not isinstance(each, type):
-            operations |= _operations_of_class(type(each))
+            operations |= {each.name} if isinstance(each, KernelFunction) else _operations_of_class(type(each))
             left += [getattr(each, field.name) for field in fields(each)]
     return operations
 

@@ -24,19 +24,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "ENCODINGS",
-    "FLOAT32",
-    "SCALE_BYTES",
-    "STATE_DTYPES",
-    "EncodedStates",
-    "HeadSpan",
-    "StateEncoding",
-    "UnitBytes",
-    "head_table",
-    "plain_encoding",
-]
-
 SCALE_BYTES = 4
 
 _VALUES_ALIGNMENT = 4

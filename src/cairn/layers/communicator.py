@@ -31,15 +31,12 @@ class Communicator(Protocol):
     def all_reduce(self, partial: "Tensor") -> "Tensor":
         """The sum over ranks; same shape and dtype as `partial`. In rank order and at least in float32 where a row's
         bits must not depend on its batch."""
-        ...
 
     def gather_columns(self, part: "Tensor") -> "Tensor":
         """[..., n] -> [..., n * size], the ranks' columns in rank order."""
-        ...
 
     def broadcast(self, numbers: "Tensor") -> "Tensor":
         """Rank 0's numbers, of any dtype. Those of the other ranks are ignored."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

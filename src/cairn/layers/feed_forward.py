@@ -1,13 +1,13 @@
 """Feed-forward layers: MLPs, and mixtures of experts with their routers."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Kernels, Weight
+from cairn.kernels.operations import KernelFunction
 from cairn.layers.linear import Linear, Projection
 from cairn.layers.memory import Memory
 from cairn.layers.norms import RMSNorm
@@ -26,41 +26,12 @@ class SquaredReluMLP:
         return self.down(self.kernels.squared_relu(self.up(hidden, batch)), batch)
 
 
-class GatedActivation(Protocol):
-    """An activation of one half of the channels that multiplies the other one."""
-
-    def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
-        """Both [rows, width] -> [rows, width]."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Silu:
-    """See `Kernels.silu_mul`: with it a gated MLP is a SwiGLU."""
-
-    kernels: Kernels
-
-    def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
-        """See `GatedActivation`."""
-        return self.kernels.silu_mul(gate, x)
-
-
-@dataclass(frozen=True, slots=True)
-class Gelu:
-    """See `Kernels.gelu_mul`: with it a gated MLP is a GeGLU."""
-
-    kernels: Kernels
-
-    def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
-        """See `GatedActivation`."""
-        return self.kernels.gelu_mul(gate, x)
-
-
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """down(activation(gate x) * up x) (arXiv 2002.05202), one rank's inner channels; `gate_up` gives gate | up."""
+    """down(activation(gate x) * up x) (arXiv 2002.05202), one rank's inner channels; `gate_up` gives gate | up.
+    `activation`: `silu_mul` of the kernels, or `gelu_mul`."""
 
-    activation: GatedActivation
+    activation: KernelFunction
     gate_up: Projection
     down: Projection
 
@@ -75,7 +46,6 @@ class Router(Protocol):
 
     def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """[rows, hidden] -> (input [rows, hidden], topk_ids int64, topk_weights float32), the latter [rows, top_k]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,55 +132,18 @@ class SharedExpert:
         return self.kernels.sigmoid_mul(self.expert(hidden, batch, memory), self.gate(hidden, batch))
 
 
-RoutedExperts = Callable[[Tensor, Tensor, Tensor, Weight, Weight, Batch], Tensor]
-"""All experts of one form, each on the tokens that go to it: see `Kernels.experts`. A form is a class, which names the
-function of no other one: see `cairn.kernels.operations`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SquaredReluExperts:
-    """See `Kernels.experts`."""
-
-    kernels: Kernels
-
-    def __call__(self, *operands: Any) -> Tensor:
-        """See `RoutedExperts`."""
-        return self.kernels.experts(*operands)
-
-
-@dataclass(frozen=True, slots=True)
-class SiluExperts:
-    """See `Kernels.gated_experts`."""
-
-    kernels: Kernels
-
-    def __call__(self, *operands: Any) -> Tensor:
-        """See `RoutedExperts`."""
-        return self.kernels.gated_experts(*operands)
-
-
-@dataclass(frozen=True, slots=True)
-class GeluExperts:
-    """See `Kernels.gelu_experts`."""
-
-    kernels: Kernels
-
-    def __call__(self, *operands: Any) -> Tensor:
-        """See `RoutedExperts`."""
-        return self.kernels.gelu_experts(*operands)
-
-
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
     """Routed experts, and one shared expert if there is any.
 
-    A rank has all experts with a share of their inner channels, packed. `form`: of the routed ones, by which `up` is
-    [E, 2 * inner, in] with the gate first, or [E, inner, in] without one. `down` [E, in, inner]. The routed experts
-    work in a latent space where `to_latent` and `from_latent` are given; `from_latent` is applied to the rank's partial
-    sum, which needs one sum over ranks less than the other order, so its bias is rank 0's alone.
+    A rank has all experts with a share of their inner channels, packed. `form`: of the routed ones, `Kernels.experts`
+    or one with its operands, by which `up` is [E, 2 * inner, in] with the gate first, or [E, inner, in] without one.
+    `down` [E, in, inner]. The routed experts work in a latent space where `to_latent` and `from_latent` are given;
+    `from_latent` is applied to the rank's partial sum, which needs one sum over ranks less than the other order, so its
+    bias is rank 0's alone.
     """
 
-    form: RoutedExperts
+    form: KernelFunction
     router: Router
     up: Weight
     down: Weight

@@ -42,17 +42,13 @@ class GatedDeltaNet:
         its tokens."""
         projected = self.in_proj(hidden, batch)
         if batch.host.num_verifies:
-            memory.keep_inputs(projected, self.fold)
+            memory.keep_inputs(projected, self._scan)
         y, gate = self._scan(projected, batch, memory)
         out = self.kernels.rms_norm_then_gate(y, gate, self.norm.weight, self.norm.eps)
         return self.out_proj(out if self.output_slice is None else out[:, self.output_slice].contiguous(), batch)
 
-    def fold(self, projected: Tensor, batch: Batch, memory: Memory) -> None:
-        """See `Memory.keep_inputs`: `projected` is what `in_proj` gave."""
-        self._scan(projected, batch, memory)
-
     def _scan(self, projected: Tensor, batch: Batch, memory: Memory) -> tuple[Tensor, Tensor]:
-        """y [rows, value heads, value dim] and the output gate [rows, value heads * value dim]."""
+        """Of what `in_proj` gave: y [rows, value heads, value dim], output gate [rows, value heads * value dim]."""
         rows, states = projected.shape[0], memory.recurrent[self.layer]
         keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
         widths = [2 * keys + values, values, self.num_value_heads, self.num_value_heads]

@@ -14,7 +14,6 @@ class Projection(Protocol):
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """[rows, in] -> [rows, out], a new tensor."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,16 +41,12 @@ class Mamba2:
         its tokens."""
         projected = self.in_proj(hidden, batch)
         if batch.host.num_verifies:
-            memory.keep_inputs(projected, self.fold)
+            memory.keep_inputs(projected, self._scan)
         y, gate = self._scan(projected, batch, memory)
         return self.out_proj(self.norm(y, gate), batch)
 
-    def fold(self, projected: Tensor, batch: Batch, memory: Memory) -> None:
-        """See `Memory.keep_inputs`: `projected` is what `in_proj` gave."""
-        self._scan(projected, batch, memory)
-
     def _scan(self, projected: Tensor, batch: Batch, memory: Memory) -> tuple[Tensor, Tensor]:
-        """y and gate, both [rows, inner]."""
+        """y and gate, both [rows, inner], of what `in_proj` gave."""
         rows, states = projected.shape[0], memory.recurrent[self.layer]
         inner, bc = self.num_heads * self.head_dim, self.num_groups * self.state_size
         gate, channels, dt = torch.split(projected, [inner, inner + 2 * bc, self.num_heads], dim=-1)

@@ -113,8 +113,9 @@ class RecurrentLayer:
     state: "Tensor"
 
 
-FoldLayer = Callable[["Tensor", "Batch", "Memory"], None]
-"""Takes the states of a recurrent layer on by the tokens of a fold batch: see `Memory.keep_inputs`."""
+FoldLayer = Callable[["Tensor", "Batch", "Memory"], object]
+"""Takes the states of a recurrent layer on by the tokens of a fold batch: see `Memory.keep_inputs`. What it gives is of
+no use."""
 
 
 class Memory(Protocol):
@@ -129,14 +130,11 @@ class Memory(Protocol):
     @property
     def hidden(self) -> "Tensor":
         """Final hidden states by slot as they were before the pass, [slots + 1, hidden]."""
-        ...
 
     def write_snapshots(self, layer: int, conv: "Tensor", state: "Tensor") -> None:
         """Put recurrent layer `layer`'s states away as the batch's snapshots: conv [N, columns, channels] and state
         [N, *spec.state], in the batch's order; N may be 0."""
-        ...
 
     def keep_inputs(self, inputs: "Tensor", fold: FoldLayer) -> None:
         """A recurrent layer's raw inputs [T, ...] of a batch that verifies drafts. Once it is known which drafts were
         right, `fold` is called with the inputs of these tokens and a fold batch of them."""
-        ...

@@ -137,7 +137,6 @@ class GatedNorm(Protocol):
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """x (float32) and gate, both [rows, width] -> in the gate's dtype [rows, width], or the output slice of it
         where other ranks have the same channels."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

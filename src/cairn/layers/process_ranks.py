@@ -42,22 +42,14 @@ class ProcessRank:
 
     def __init__(self, group: CollectiveGroup, rank: int, size: int, seconds: float, in_order: bool = True) -> None:
         self._group = group
-        self._rank = rank
-        self._size = size
+        self.rank = rank
+        self.size = size
         self._seconds = seconds
         self._in_order = in_order
         self._sum = _in_current_stream(AllreduceOptions())
         self._gathering = _in_current_stream(AllgatherOptions())
         self._from_rank_zero = _in_current_stream(BroadcastOptions())
         self._from_rank_zero.rootRank = 0
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         if self._in_order:
@@ -78,9 +70,9 @@ class ProcessRank:
     def _gather(self, part: Tensor) -> Tensor:
         """Every rank's `part`, [size, *part.shape] in rank order."""
         flat = part.contiguous().view(-1).view(torch.uint8)
-        gathered = flat.new_empty(self._size * len(flat))
+        gathered = flat.new_empty(self.size * len(flat))
         self._finish(lambda: self._group._allgather_base(gathered, flat, self._gathering))
-        return gathered.view(part.dtype).view(self._size, *part.shape)
+        return gathered.view(part.dtype).view(self.size, *part.shape)
 
     def _finish(self, begin: Callable[[], dist.Work | None]) -> None:
         try:
@@ -89,7 +81,7 @@ class ProcessRank:
                 work.wait()
         except RuntimeError as error:
             raise EngineDead(
-                f"rank {self._rank} of {self._size} has lost another rank, or waited {self._seconds:g} s for it: "
+                f"rank {self.rank} of {self.size} has lost another rank, or waited {self._seconds:g} s for it: "
                 f"{_reason(error)}"
             ) from error
 

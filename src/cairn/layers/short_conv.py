@@ -31,12 +31,8 @@ class ShortConv:
         b, c, x = self.in_proj(hidden, batch).chunk(3, dim=-1)
         inputs = b * x
         if batch.host.num_verifies:
-            memory.keep_inputs(inputs, self.fold)
+            memory.keep_inputs(inputs, self._convolve)
         return self.out_proj(self._convolve(inputs, batch, memory).to(hidden.dtype).mul_(c), batch)
-
-    def fold(self, inputs: Tensor, batch: Batch, memory: Memory) -> None:
-        """See `Memory.keep_inputs`: `inputs` are the convolution's."""
-        self._convolve(inputs, batch, memory)
 
     def _convolve(self, inputs: Tensor, batch: Batch, memory: Memory) -> Tensor:
         states = memory.recurrent[self.layer]

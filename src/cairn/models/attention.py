@@ -54,7 +54,6 @@ class AttentionSizes(LayerSizes):
         return shard_heads(self.kv_heads_field, self.num_kv_heads, "query heads", per_kv_head, rank, size)
 
     def check_size(self, size: int) -> None:
-        """See `LayerSizes`."""
         self.shard(0, size)
 
     def rank_heads(self, rank: int, size: int) -> tuple[int, int]:
@@ -90,7 +89,6 @@ class AttentionLayer(MixerSpec):
     keys_of: str | None = None
 
     def attention_spec(self, rank: int, size: int) -> AttentionSpec | None:
-        """See `MixerSpec`."""
         if self.keys_of is not None:
             return None
         kv_heads = self.sizes.shard(rank, size).count
@@ -104,7 +102,6 @@ class AttentionLayer(MixerSpec):
         return fused(tuple((name, shape, (rows.slice_of(sizes.head_dim),)) for name in names), sizes.bias)
 
     def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
-        """See `MixerSpec`."""
         sizes, name = self.sizes, self.name
         dim, hidden, shard = sizes.head_dim, sizes.hidden_size, sizes.shard(rank, size)
         first, last = sizes.rank_heads(rank, size)

@@ -235,6 +235,11 @@ def token_ids(**options: Unpack[Options]) -> Any:
     return custom(reader, **options)
 
 
+def has_layers(kind: str) -> Callable[[Any], bool]:
+    """Whether a config has layers of this kind, of the words in `layer_types`."""
+    return lambda config: kind in config.layer_types
+
+
 def reach(kind: str, default: int) -> Any:
     """How many tokens attention reaches over in layers of this kind, of the words in `layer_types`; 0 in a model
     without them. Null would mean that there is no limit."""
@@ -250,7 +255,7 @@ def reach(kind: str, default: int) -> Any:
         except ModelError as error:
             raise ModelError(f"{error}, as layer {layer} is {kind}") from None
 
-    return custom(reader, when=lambda config: kind in config.layer_types)
+    return custom(reader, when=has_layers(kind))
 
 
 def only(*values: Any, **options: Unpack[Options]) -> Any:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from cairn.kernels.weight_rows import StoredRows
 
-__all__ = ["Family", "StoredLoader", "TensorLoader"]
-
 
 class TensorLoader(Protocol):
     """Loads a tensor by its name."""
@@ -23,7 +21,6 @@ class TensorLoader(Protocol):
     def __call__(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> "torch.Tensor":
         """The tensor, or a shard of it, in the dtype the model is served with. `shape` is that of the
         whole tensor in the checkpoint. Raises ModelError naming the tensor."""
-        ...
 
 
 class StoredLoader(Protocol):
@@ -31,7 +28,6 @@ class StoredLoader(Protocol):
 
     def __call__(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> "StoredRows | None":
         """As a `TensorLoader`; None for a tensor that is to be loaded by that one instead."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

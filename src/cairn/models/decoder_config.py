@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
@@ -83,7 +83,11 @@ class DecoderConfig(ABC):
     `attention_bias`: of all four projections; `rope_scaling`: of rotary positions, where the family has them.
     `num_mtp_layers`: heads that predict further tokens, as config.json has it. `state_dtype`: what recurrent
     states are in while they run, a name of `STATE_DTYPES`; of a model that has been opened, what was asked for.
+    `scaling_extends`: whether sequences may be as long as `rope_scaling` says; else `max_position_embeddings` is with
+    it already, or positions turn but a part of each head.
     """
+
+    scaling_extends: ClassVar[bool] = True
 
     has_attention: bool = custom(lambda fields, name, config: True, fact=False)
 
@@ -127,7 +131,8 @@ class DecoderConfig(ABC):
     @property
     def max_model_len(self) -> int:
         """Tokens of the longest sequence that the model takes."""
-        return self.max_position_embeddings if self.rope_scaling is None else self.rope_scaling.max_positions
+        scaling = self.rope_scaling if self.scaling_extends else None
+        return self.max_position_embeddings if scaling is None else scaling.max_positions
 
     @abstractmethod
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:

@@ -53,7 +53,6 @@ class ScaledMixer(MixerSpec):
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
-        """See `MixerSpec`."""
         return (self.mixer,)
 
 
@@ -66,7 +65,6 @@ class ParallelMixers(MixerSpec):
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
-        """See `MixerSpec`."""
         return self.parts
 
 
@@ -80,12 +78,10 @@ class NormedMixer(MixerSpec):
     sizes: None = field(default=None, init=False)
 
     def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
-        """See `MixerSpec`."""
         return {"norm": StoredTensor(f"{self.norm}.weight", (self.hidden,))}
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
-        """See `MixerSpec`."""
         return (self.mixer,)
 
 
@@ -99,7 +95,6 @@ class SideBySideMixers(MixerSpec):
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
-        """See `MixerSpec`."""
         return self.parts
 
 

@@ -46,7 +46,6 @@ class FeedForwardSizes(LayerSizes):
         return shard_even(self.field, self.inner, rank, size)
 
     def check_size(self, size: int) -> None:
-        """See `LayerSizes`."""
         self.shard(0, size)
 
     def gate_and_up(self, inner: Slice) -> tuple[Slice, Slice]:
@@ -69,7 +68,6 @@ class ExpertSizes(LayerSizes):
         return self.top_k * self.expert.active_weights + self.extra_weights
 
     def check_size(self, size: int) -> None:
-        """See `LayerSizes`."""
         self.expert.check_size(size)
 
 
@@ -91,7 +89,6 @@ class GatedMLPLayer(MixerSpec):
     outcome_gate: str | None = None
 
     def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
-        """See `MixerSpec`."""
         inner, (rows, hidden) = self.sizes.shard(rank, size), (self.sizes.inner, self.sizes.hidden)
         *ups, down = (f"{self.name}.{part}" for part in self.parts)
         if len(ups) == 1:
@@ -116,7 +113,6 @@ class SquaredReluLayer(MixerSpec):
     bias: bool = False
 
     def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
-        """See `MixerSpec`."""
         inner, shape = self.sizes.shard(rank, size), (self.sizes.inner, self.sizes.hidden)
         return {
             "up": column_parallel(f"{self.name}.up_proj", shape, inner, bias=self.bias),
@@ -155,7 +151,6 @@ class SigmoidRule(RouterRule):
     normalize: bool = True
 
     def weights(self, gate: WeightSpec, count: int, hidden: int) -> dict[str, WeightSpec]:
-        """See `RouterRule`."""
         correction = {} if self.correction is None else {"correction": StoredTensor(self.correction, (count,))}
         return {"gate": gate, **correction}
 
@@ -175,7 +170,6 @@ class NormedRule(RouterRule):
     expert_scales: str
 
     def weights(self, gate: WeightSpec, count: int, hidden: int) -> dict[str, WeightSpec]:
-        """See `RouterRule`."""
         return {
             "norm": StoredTensor(self.norm, (hidden,)),
             "scale": StoredTensor(self.scale, (hidden,)),
@@ -218,11 +212,9 @@ class ExpertsLayer(MixerSpec):
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
-        """See `MixerSpec`."""
         return () if self.shared is None else (self.shared,)
 
     def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
-        """See `MixerSpec`."""
         count, width = self.sizes.count, self.sizes.expert.hidden
         gate = StoredTensor(f"{self.router}.weight", (count, self.hidden))
         weights = self.routing.weights(ProductSpec((gate,), precision="float32"), count, self.hidden)
@@ -266,7 +258,6 @@ class ClampedExpertsLayer(MixerSpec):
     inputs_first: bool
 
     def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
-        """See `MixerSpec`."""
         count, router = self.sizes.count, f"{self.name}.router"
         logits = StoredTensor(f"{router}.weight", (count, self.hidden)), StoredTensor(f"{router}.bias", (count,))
         gate = ProductSpec(logits[:1], logits[1:], precision="float32")

@@ -70,7 +70,6 @@ class DeltaNetSizes(LayerSizes):
         return shard_heads("linear_num_key_heads", self.key_heads, "channels", self.unit_values, rank, size)
 
     def recurrent_spec(self, num_layers: int, rank: int, size: int) -> RecurrentSpec:
-        """See `LayerSizes`."""
         heads = self.shard(rank, size).count
         keys = ConvPart(heads * self.key_dim)
         return RecurrentSpec(

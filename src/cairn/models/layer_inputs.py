@@ -62,7 +62,6 @@ class LayerInputLayer(MixerSpec):
     layer: int
 
     def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
-        """See `MixerSpec`."""
         inner, shape = self.sizes.shard(rank, size), (self.sizes.inner, self.sizes.hidden)
         return {
             "gate": column_parallel(self.gate, shape, inner),

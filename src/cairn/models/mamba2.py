@@ -88,7 +88,6 @@ class Mamba2Sizes(LayerSizes):
         return shard_heads(field, total, "channels", self.unit_channels, rank, size)
 
     def recurrent_spec(self, num_layers: int, rank: int, size: int) -> RecurrentSpec:
-        """See `LayerSizes`."""
         units = self.shard(rank, size).count
         bc = ConvPart(self.state_size * (1 if self.one_group else units), shared=self.one_group)
         return RecurrentSpec(

@@ -1,6 +1,6 @@
 """From layers as data to one rank's mixers, whose weights are drawn as they are built."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import singledispatchmethod
 from itertools import accumulate, count
@@ -11,25 +11,19 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels
+from cairn.kernels.operations import KernelFunction
 from cairn.layers.attention import Attention, HeadNorms, Positions
 from cairn.layers.communicator import Communicator
 from cairn.layers.feed_forward import (
     ClampedExperts,
-    GatedActivation,
     GatedMLP,
-    Gelu,
-    GeluExperts,
     InputScalingRouter,
     MixtureOfExperts,
     NormedRouter,
-    RoutedExperts,
     Router,
     SharedExpert,
     SigmoidRouter,
-    Silu,
-    SiluExperts,
     SoftmaxRouter,
-    SquaredReluExperts,
     SquaredReluMLP,
 )
 from cairn.layers.gated_delta_net import GatedDeltaNet
@@ -64,11 +58,10 @@ from cairn.models.sharding import HeadShard
 from cairn.models.short_conv import ShortConvLayer
 from cairn.models.weight_specs import MixerSpec
 
-ACTIVATIONS: Mapping[Activation, Callable[[Kernels], GatedActivation]] = MappingProxyType({"silu": Silu, "gelu": Gelu})
+ACTIVATIONS: Mapping[Activation, str] = MappingProxyType({"silu": "silu_mul", "gelu": "gelu_mul"})
 
-EXPERTS: Mapping[Activation, Callable[[Kernels], RoutedExperts]] = MappingProxyType(
-    {"silu": SiluExperts, "gelu": GeluExperts}
-)
+EXPERTS: Mapping[Activation, str] = MappingProxyType({"silu": "gated_experts", "gelu": "gelu_experts"})
+"""By the activation of a gate: functions of the kernels."""
 
 
 class MixerBuilder:
@@ -279,7 +272,7 @@ class MixerBuilder:
         if layer.gate_factor != 1.0:
             rows = drawn["gate_up"].shape[0] // 2
             gate_up = self._scaled(drawn["gate_up"], [(rows, layer.gate_factor), (rows, 1.0)])
-        mlp = GatedMLP(ACTIVATIONS[layer.activation](self._kernels), gate_up, drawn["down"])
+        mlp = GatedMLP(KernelFunction(self._kernels, ACTIVATIONS[layer.activation]), gate_up, drawn["down"])
         return SharedExpert(self._kernels, mlp, drawn["gate"]) if "gate" in drawn else mlp
 
     @build.register
@@ -287,7 +280,7 @@ class MixerBuilder:
         drawn = self._draw(layer)
         up, down = drawn["experts"]
         shared: Any = None if layer.shared is None else self.build(layer.shared)
-        form = (EXPERTS[layer.activation] if layer.is_gated else SquaredReluExperts)(self._kernels)
+        form = KernelFunction(self._kernels, EXPERTS[layer.activation] if layer.is_gated else "experts")
         latent = drawn.get("to_latent"), drawn.get("from_latent")
         router = self._router(layer.routing, drawn["gate"], layer.sizes.top_k, drawn)
         return MixtureOfExperts(form, router, up, down, shared, *latent)

@@ -1,9 +1,10 @@
 """config.json of a model that also sees, which keeps the text model's fields apart."""
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from cairn.errors import ModelError
-from cairn.models.config_schema import Fields
+from cairn.models.config_schema import Fields, custom
 
 INNER_EOS = "text_config.eos_token_id"
 """How answers end, as the text model's fields say it."""
@@ -31,6 +32,11 @@ def text_config(tied: bool) -> Callable[[Mapping[str, object]], Fields]:
         return Fields({**text, **beside}, path_of=lambda name: name if name in beside else f"text_config.{name}")
 
     return flatten
+
+
+def is_nested() -> Any:
+    """A field: whether config.json is that of a model that also sees, whose names its tensors have, too."""
+    return custom(lambda fields, name, config: fields.says(INNER_EOS), fact=False)
 
 
 PREFIXES = ("model", "language_model.model", "model.language_model")

@@ -35,8 +35,6 @@ from cairn.models.weights.quantization import Quantization, describe_codes, desc
 from cairn.models.weights.quantization_config import read_quantization
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
-__all__ = ["OpenModel", "open_model"]
-
 logger = logging.getLogger(__name__)
 
 Kept = Literal["codes", "gpu_codes"]

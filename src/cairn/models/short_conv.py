@@ -35,7 +35,6 @@ class ShortConvSizes(LayerSizes):
         return HeadShard(*shard_even(self.units_field, self.num_units, rank, size))
 
     def recurrent_spec(self, num_layers: int, rank: int, size: int) -> RecurrentSpec:
-        """See `LayerSizes`."""
         units = self.shard(rank, size).count
         parts = (ConvPart(units * self.unit_channels),)
         return RecurrentSpec(num_layers, self.taps - 1, parts, state=(units, 0), units=units)
@@ -49,7 +48,6 @@ class ShortConvLayer(MixerSpec):
     name: str
 
     def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
-        """See `MixerSpec`."""
         sizes, name, hidden, shard = self.sizes, self.name, self.sizes.hidden_size, self.sizes.shard(rank, size)
         channels = shard.slice_of(sizes.unit_channels)
         thirds = (shard.slice_of(sizes.unit_channels, part * hidden) for part in range(3))

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -186,7 +186,7 @@ def create_app(service: ProxyService) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with service.client:
+        async with aclosing(service.client):
             await service.health.check_if_due()
             checking = asyncio.create_task(service.health.run())
             try:

@@ -7,8 +7,6 @@ from pydantic_settings import NoDecode
 
 from cairn.setting_types import ApiKeys, Bytes, ListText, split_commas
 
-__all__ = ["ProxyOptions"]
-
 MAX_HINTS = 1 << 16
 """Conversations whose last answer may be cached in a fleet: with a state of some 60 MB each these are 4 TB of decode
 servers' pools. A hint takes half a kilobyte here."""
@@ -36,7 +34,7 @@ def _all_different(urls: list[str]) -> list[str]:
     return urls
 
 
-Urls = Annotated[
+_Urls = Annotated[
     list[Annotated[str, AfterValidator(_base_url)]],
     NoDecode,
     BeforeValidator(split_commas),
@@ -50,10 +48,10 @@ class ProxyOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    prefill: Urls = Field(
+    prefill: _Urls = Field(
         [], description="a prefill server, as http://host:port, once per server; without any, decode servers do it all"
     )
-    decode: Urls = Field(
+    decode: _Urls = Field(
         description="a decode server, as http://host:port; give the flag once per server", min_length=1
     )
     host: str = Field("127.0.0.1", description="address to listen on: this machine only unless told", max_length=255)

@@ -70,21 +70,17 @@ class ServerPool(Protocol):
 
         Raises NoUpstream, and UpstreamError; counts every UpstreamError that leaves the context as the server's.
         """
-        ...
 
     def has_untried(self, tried: Sequence[str]) -> bool: ...
 
     def should_retry(self, status: int) -> bool:
         """Whether another server may do better than one with this status."""
-        ...
 
     def report_failure(self, server: str, error: UpstreamError) -> None:
         """Count a failure that shows only after the call."""
-        ...
 
     def release(self, server: str, content: bytes) -> None:
         """Have a server let go of what it has handed over, in the background: `content` goes to its `RELEASE_PATH`."""
-        ...
 
 
 class ReleaseTasks:

@@ -8,7 +8,6 @@ import errno
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from types import TracebackType
 
 import httpx
 
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class UpstreamClient:
-    """All connections to the servers. Use as an async context manager."""
+    """All connections to the servers."""
 
     def __init__(self, options: ProxyOptions) -> None:
         self._connect_seconds = options.connect_timeout
@@ -56,12 +55,7 @@ class UpstreamClient:
             ),
         )
 
-    async def __aenter__(self) -> "UpstreamClient":
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
         await self._http.aclose()
 
     @asynccontextmanager

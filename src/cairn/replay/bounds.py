@@ -11,8 +11,6 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.tree import Node, TokenKey, split, walk
 from cairn.replay.trace import Ids, Trace
 
-__all__ = ["footprint_bytes", "unlimited_hits"]
-
 
 class Paths:
     """All paths of a trace so far, in units: the cache's own radix tree, with one key for each unit and no pages. A

@@ -30,26 +30,24 @@ from cairn.replay.trace import ReplayedServer
 from cairn.replay.traces import read_trace
 from cairn.setting_types import size_flag
 
-__all__ = ["POLICIES", "add_replay_flags", "run_replay"]
-
-FILE_WIDTH = 220
-LOGGED = "logged"
+_FILE_WIDTH = 220
+_LOGGED = "logged"
 """The policy, or the layout, of the server whose log is replayed."""
 
-SWITCHED_OFF = "none"
+_SWITCHED_OFF = "none"
 """The placement in the log of a server without prefix caching."""
 
-BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS = 16, 8192
+_BLOCK_SIZE, _MAX_NUM_BATCHED_TOKENS = 16, 8192
 
 POLICIES = MappingProxyType(
     {name: LoggedPolicy(name, "value", exact=False) for name in ("auto", "align", "all", "junction")}
     | {"lru": LoggedPolicy("auto", "lru", exact=False)}
 )
 
-DEFAULT_LAYOUT = "nemotron-3-nano"
-DEFAULT_SHARE = 0.1
-PLOT_FORMATS = (".svg", ".png")
-MAX_SWEEP = 64
+_DEFAULT_LAYOUT = "nemotron-3-nano"
+_DEFAULT_SHARE = 0.1
+_PLOT_FORMATS = (".svg", ".png")
+_MAX_SWEEP = 64
 
 
 class _ThreadClock:
@@ -73,13 +71,13 @@ def run_replay(arguments: argparse.Namespace) -> int:
     trace = read_trace(arguments.trace)
     log, max_tokens = trace.header, arguments.max_num_batched_tokens
     if max_tokens is None:
-        max_tokens = log.max_num_batched_tokens if log is not None else MAX_NUM_BATCHED_TOKENS
+        max_tokens = log.max_num_batched_tokens if log is not None else _MAX_NUM_BATCHED_TOKENS
     if not 64 <= max_tokens <= 1 << 24:
         raise ConfigError(f"--max-num-batched-tokens must be from 64 to {1 << 24}, not {max_tokens}")
     layout_name, layout, sizes = _choose_layout(arguments, log)
     footprint = footprint_bytes(trace, layout)
     report, rows = Report(trace, layout_name, sizes, footprint), list[Row]()
-    policies = POLICIES if log is None else {LOGGED: log.policy, **POLICIES}
+    policies = POLICIES if log is None else {_LOGGED: log.policy, **POLICIES}
     bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*bars, console=Console(stderr=True), transient=True) as progress:
         for budget in _choose_budgets(arguments, log, footprint, layout):
@@ -109,8 +107,8 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 def _print_table(table: Table) -> None:
     """To a terminal as wide as that is, unless figures would be cut; into a file or a pipe all of it."""
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, markup=False, emoji=False, highlight=False)
-    needed = Measurement.get(console, console.options.update(max_width=FILE_WIDTH), table).minimum
+    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, markup=False, emoji=False, highlight=False)
+    needed = Measurement.get(console, console.options.update(max_width=_FILE_WIDTH), table).minimum
     console.width = max(console.width, needed)
     console.print(table)
 
@@ -122,10 +120,10 @@ def _choose_layout(arguments: argparse.Namespace, log: ReplayedServer | None) ->
             flag = f"--{name.replace('_', '-')}"
             if getattr(arguments, name) is not None:
                 raise ConfigError(f"{flag} needs --layout: a server's own log has the sizes that its layout had")
-        return LOGGED, log.layout, log.forward_sizes
-    name, block_size = DEFAULT_LAYOUT if arguments.layout is None else arguments.layout, arguments.block_size
+        return _LOGGED, log.layout, log.forward_sizes
+    name, block_size = _DEFAULT_LAYOUT if arguments.layout is None else arguments.layout, arguments.block_size
     if block_size is None:
-        block_size = log.layout.block_size if log is not None else BLOCK_SIZE
+        block_size = log.layout.block_size if log is not None else _BLOCK_SIZE
     return name, layout_for(name, block_size, arguments.state_dtype, arguments.checkpoint_dtype), sizes_for(name)
 
 
@@ -138,7 +136,7 @@ def _choose_budgets(
     elif log is not None and arguments.sweep is None and arguments.budget_fraction is None:
         budgets = (log.budget_bytes,)
     else:
-        shares = arguments.sweep or (arguments.budget_fraction or DEFAULT_SHARE,)
+        shares = arguments.sweep or (arguments.budget_fraction or _DEFAULT_SHARE,)
         budgets = tuple(int(footprint * share) for share in shares)
     for budget in budgets:
         if not 1 <= budget // layout.page_bytes < 1 << 31:
@@ -151,7 +149,7 @@ def _choose_budgets(
 
 def _make_policy(policy: LoggedPolicy, block_size: int, trace_name: str) -> CachePolicy:
     try:
-        enabled = policy.placement != SWITCHED_OFF
+        enabled = policy.placement != _SWITCHED_OFF
         placement = placement_for(policy.placement, block_size, policy.exact) if enabled else None
         return CachePolicy(placement, eviction_for(policy.eviction), policy.exact)
     except ValueError as error:
@@ -163,8 +161,8 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", type=Path, metavar="TRACE", help="JSON lines, plain or gzip: see docs/replay.md")
     parser.add_argument(
         "--layout",
-        help=f"{', '.join(LAYOUT_NAMES)}, or the path of a config.json; default: {DEFAULT_LAYOUT}, or what a server's "
-        "own log says",
+        help=f"{', '.join(LAYOUT_NAMES)}, or the path of a config.json; default: {_DEFAULT_LAYOUT}, or what a server's "
+        "server's own log says",
     )
     states = parser.add_mutually_exclusive_group()
     states.add_argument(
@@ -185,8 +183,8 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
         "--budget-fraction",
         type=_share,
         metavar="SHARE",
-        help=f"the same as a share of the trace's footprint: 0.1 or 10%%; default: {DEFAULT_SHARE}, or what a server's "
-        "own log says",
+        help=f"the same as a share of the trace's footprint: 0.1 or 10%%; default: {_DEFAULT_SHARE}, or what a "
+        "server's own log says",
     )
     budget.add_argument("--sweep", type=_shares, metavar="SHARES", help="several shares: 2%%,5%%,10%%,20%%")
     for tier, flag in (("host", "--host-cache-bytes"), ("disk", "--disk-cache-bytes")):
@@ -238,8 +236,8 @@ def _share(text: str) -> float:
 
 def _shares(text: str) -> tuple[float, ...]:
     shares = tuple(_share(part) for part in text.split(","))
-    if len(shares) > MAX_SWEEP:
-        raise argparse.ArgumentTypeError(f"{len(shares)} shares are more than {MAX_SWEEP}")
+    if len(shares) > _MAX_SWEEP:
+        raise argparse.ArgumentTypeError(f"{len(shares)} shares are more than {_MAX_SWEEP}")
     return shares
 
 
@@ -253,6 +251,6 @@ def _policies(text: str) -> tuple[str, ...]:
 
 def _plot_path(text: str) -> Path:
     path = Path(text)
-    if path.suffix not in PLOT_FORMATS:
-        raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(PLOT_FORMATS)}")
+    if path.suffix not in _PLOT_FORMATS:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(_PLOT_FORMATS)}")
     return path

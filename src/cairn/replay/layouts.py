@@ -16,10 +16,8 @@ from cairn.models.families import family_of
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.models.weights.tensor_headers import read_json
 
-__all__ = ["LAYOUT_NAMES", "layout_for", "sizes_for"]
-
 LAYOUT_NAMES = ("nemotron-3-nano", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "granite-4-h-small", "gpt-oss-20b")
-HALF_BY_DEFAULT = "granite-4-h-small"
+_HALF_BY_DEFAULT = "granite-4-h-small"
 """Its recurrent state is bfloat16 unless told otherwise: its config.json asks for no float32."""
 
 UNNEEDED = MappingProxyType(
@@ -61,7 +59,7 @@ def layout_for(
             raise ConfigError(f"{flag} must be one of {', '.join(known)}, not {dtype!r:.60}")
     config, dtype_bytes = _parse_config(name)
     encoding = None if checkpoint_dtype is None else ENCODINGS[checkpoint_dtype]
-    running = state_dtype or ("bfloat16" if name == HALF_BY_DEFAULT else config.state_dtype)
+    running = state_dtype or ("bfloat16" if name == _HALF_BY_DEFAULT else config.state_dtype)
     if encoding is not None:
         running = "float32"
     config = replace(config, state_dtype=running).asking(keeps_all_tokens=keeps_all_tokens)

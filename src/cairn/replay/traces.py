@@ -38,12 +38,10 @@ from cairn.replay.trace import (
 from cairn.trace_rows import TraceBounds, TraceRow, has_header, parse_integer, trace_lines, trace_rows
 from cairn.types import Boundary, BoundaryKind, Count, Positive
 
-__all__ = ["read_trace"]
-
 MAX_ID = 1 << 46
 """Ids times the largest unit stay within int64."""
-MAX_REQUESTS = 1 << 22
-_BOUNDS = TraceBounds(lines=MAX_REQUESTS, unit=MAX_UNIT, tokens=MAX_TOKENS, ids=MAX_ID)
+_MAX_REQUESTS = 1 << 22
+_BOUNDS = TraceBounds(lines=_MAX_REQUESTS, unit=MAX_UNIT, tokens=MAX_TOKENS, ids=MAX_ID)
 
 _ANY = -1
 """In the place of an id: none is below 0."""
@@ -70,7 +68,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _read_lines(path: Path) -> Trace:
-    lines = trace_lines(path, MAX_REQUESTS)
+    lines = trace_lines(path, _MAX_REQUESTS)
     first = next(lines, None)
     if first is None:
         raise ConfigError(f"{path} is empty: a trace has one JSON object a line")

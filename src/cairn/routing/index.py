@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.cache.events import POOL_MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event
-from cairn.errors import AuditError
 
 _KEY_BYTES = 36
 """A block hash as a Python int of 64 bits."""
@@ -195,29 +194,6 @@ class PrefixIndex:
             places = [place for place in places if not block_hashes[place] & unsampled]
         num_places = bisect_left(places, True, key=lacks)
         return places[num_places - 1] + 1 if num_places else 0
-
-    def audit(self) -> None:
-        """Raises AuditError for what cannot be."""
-        numbers = list(self._numbers.values())
-        alive = sum(1 << number for number in set(numbers))
-        wrong = [
-            len(set(numbers)) < len(numbers) and "two replicas have one number",
-            alive != self._alive and "the mask of replicas is not that of their numbers",
-            not set(numbers).isdisjoint(self._free_numbers) and "a number that was given is free",
-            max((*numbers, *self._free_numbers), default=-1) >= self.num_numbers and "a number that is not there",
-            len(self._stored) > self._max_blocks and "too many announced blocks",
-            len(self._routed) + len(self._routed_before) > 2 * self._max_routed and "too many routed blocks",
-            len(self._used) > 2 * self._max_blocks and "too many used blocks",
-        ]
-        free = sum(1 << number for number in self._free_numbers)
-        for masks in (self._stored, self._routed, self._routed_before):
-            wrong.append(
-                any(block_hash & (self.sample_every - 1) for block_hash in masks) and "a block that is not kept"
-            )
-            wrong.append(any(not 0 < mask < 1 << self.num_numbers for mask in masks.values()) and "a mask of nobody")
-            wrong.append(any(mask & free for mask in masks.values()) and "a mask with a number that is free")
-        for message in filter(None, wrong):
-            raise AuditError(message)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class KvEventSubscriber:
             context = zmq.Context.instance()
             context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._context = context
-        self._connected = False
+        self.connected = False
         self._early: tuple[int, bytes] | None = None
         """A batch before which others are missing, until these are replayed."""
         self._deadline: float | None = self._clock.now() + silence_seconds
@@ -91,12 +91,8 @@ class KvEventSubscriber:
             raise
 
     @property
-    def connected(self) -> bool:
-        return self._connected
-
-    @property
     def is_replaying(self) -> bool:
-        return self._connected and self._deadline is not None
+        return self.connected and self._deadline is not None
 
     def receive(self) -> int:
         """Put what has come into the index, 64 batches at most; returns how many. Never waits."""
@@ -166,24 +162,24 @@ class KvEventSubscriber:
             connected = parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if connected:
                 # perhaps another process, whose numbers start again
-                self._connected, self.error, self._early = True, None, None
+                self.connected, self.error, self._early = True, None, None
                 self.sequence.reset(0)
                 self._ask_replay(now)
-            elif self._connected:
-                self._connected = False
+            elif self.connected:
+                self.connected = False
                 self._end_replay()
                 self._fail(f"{self._endpoint}: the publisher is gone")
 
     def _check_deadlines(self, now: float) -> None:
         if self._deadline is not None and now >= self._deadline:
-            if not self._connected:
+            if not self.connected:
                 self._deadline = None
                 self._fail(f"{self._endpoint}: no connection within {self._silence_seconds:g} s")
             else:
                 self._end_replay()
                 self._fail(f"{self._replay_endpoint}: no answer within {self._silence_seconds:g} s")
                 self._apply_early()
-        elif self._connected and self._replay is None and now - self._last_batch >= self._check_seconds:
+        elif self.connected and self._replay is None and now - self._last_batch >= self._check_seconds:
             self._last_batch = now
             self._ask_replay(now)
 
@@ -256,7 +252,7 @@ class KvEventSubscriber:
 
     def _sources(self) -> "list[zmq.Socket[bytes]]":
         """Where the next message is to be taken from."""
-        batches = self._replay or (self._events if self._connected else None)
+        batches = self._replay or (self._events if self.connected else None)
         return [self._monitor] if batches is None else [self._monitor, batches]
 
 

@@ -7,8 +7,6 @@ from typing import Protocol
 from cairn.step import StepPlan, StepResult, TokenMasks
 from cairn.types import Keys
 
-__all__ = ["EncoderCounters", "StepRunner"]
-
 
 @dataclass(slots=True)
 class EncoderCounters:
@@ -37,7 +35,6 @@ class StepRunner(Protocol):
 
     def launch(self, plan: StepPlan) -> None:
         """Run a step up to its logits. All steps before it have been sampled."""
-        ...
 
     def drafts(self, step: int) -> Mapping[int, Keys]:
         """By slot, what the model's head has drafted in the step that was launched last, for each row that was open."""
@@ -45,7 +42,6 @@ class StepRunner(Protocol):
 
     def sample(self, step: int, masks: TokenMasks) -> None:
         """Draw the tokens of the step that was launched last."""
-        ...
 
     @property
     def is_complete(self) -> bool:
@@ -54,8 +50,6 @@ class StepRunner(Protocol):
 
     def collect(self, step: int) -> StepResult:
         """Wait for the oldest launched step; returns its tokens. All that it writes is written then."""
-        ...
 
     def close(self) -> None:
         """Shut down, worker processes included."""
-        ...

@@ -217,7 +217,6 @@ class Runner(StepRunner):
         return step
 
     def drafts(self, step: int) -> Mapping[int, Keys]:
-        """See `StepRunner`."""
         plan = self._launched[-1].plan
         assert plan.step == step, f"step {step} is not the one that was launched last"
         return {row.slot: row.tokens[1:] for row in plan.verifies if row.slot in self._drafted}
@@ -357,10 +356,11 @@ class Runner(StepRunner):
 
     def _fold(self, folds: FoldBatch) -> None:
         assert self._kept is not None
-        memory = _StepMemory(self._paged, self._live, self._checkpoint_pages, folds.state_pages)
+        rows, state_pages = folds.snapshots
+        memory = _StepMemory(self._paged, self._live, self._checkpoint_pages, state_pages.tensor)
         folds.run(memory, self._live.hidden, self._slot_tensors.block_tables)
         if folds.has_snapshots:
-            self._checkpoint_pages.write_hidden(folds.state_pages, self._kept.hidden, folds.snapshot_rows)
+            self._checkpoint_pages.write_hidden(state_pages.tensor, self._kept.hidden, rows.tensor)
 
     def _save(self, slots: StagedArray, state_pages: StagedArray) -> None:
         """What lies in the slots now."""

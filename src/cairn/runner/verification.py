@@ -95,7 +95,8 @@ class KeptInputs:
 
 
 class FoldBatch:
-    """The folds of one plan as one batch, to be read once the staging has been sent."""
+    """The folds of one plan as one batch, to be read once the staging has been sent. `snapshots`: rows of
+    `KeptInputs.hidden` after which they are taken, int64 [n], and their state pages, int64 [n, pages]."""
 
     def __init__(self, folds: Sequence[Fold], kept: KeptInputs, kernels: Kernels, staging: Staging) -> None:
         """Raises LookupError for a fold of a slot that `kept` has no row of."""
@@ -126,20 +127,10 @@ class FoldBatch:
         ranges = [np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
         self._rows = staging.add(np.concatenate(ranges).astype(np.int64))
         self._last_rows = staging.add((firsts + counts - 1).astype(np.int64))
-        self._snapshot_rows = staging.add((firsts[seqs] + offsets - 1).astype(np.int64))
+        snapshot_rows = staging.add((firsts[seqs] + offsets - 1).astype(np.int64))
         self.has_snapshots = bool(snapshots)
-        self._state_pages = staging.add(np.array([snapshot.pages for _, snapshot in snapshots], np.int64))
+        self.snapshots = snapshot_rows, staging.add(np.array([snapshot.pages for _, snapshot in snapshots], np.int64))
         self._lengths = [staging.add(array) for array in (cu_seqlens, slots, starts, starts + counts)]
-
-    @property
-    def state_pages(self) -> Tensor:
-        """Of the snapshots, int64 [n, pages]."""
-        return self._state_pages.tensor
-
-    @property
-    def snapshot_rows(self) -> Tensor:
-        """Rows of `KeptInputs.hidden` after which snapshots are taken, int64 [n]."""
-        return self._snapshot_rows.tensor
 
     def run(self, memory: Memory, hidden: Tensor, block_tables: Sequence[Tensor]) -> None:
         """Take the live states on. `hidden`: final hidden states by slot, [slots + 1, hidden]."""

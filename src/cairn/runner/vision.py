@@ -43,12 +43,10 @@ class VisionModel(Protocol):
         """An image, uint8 [height, width, 3] -> its patches in time, height and width, and its vectors
         [patches / merge^2, hidden]. `bounds`: least and most pixels after resizing, instead of the checkpoint's. The
         same bits every time."""
-        ...
 
     def encode_largest(self, max_area: int, max_tokens: int | None) -> None:
         """Encode as many black pixels as an image may have, to see what memory that takes. `max_area`: pixels that a
         request may have an image resized to, where the checkpoint does not allow more; `max_tokens`: of a prompt."""
-        ...
 
 
 class VisionEncoder(Protocol):
@@ -66,11 +64,9 @@ class VisionEncoder(Protocol):
 
     def encode(self, image: Image) -> Tensor:
         """[image.length, hidden]; the same bits whatever was encoded before. Called on rank 0 alone."""
-        ...
 
     def encode_largest(self, max_area: int, max_tokens: int | None) -> None:
         """See `VisionModel.encode_largest`."""
-        ...
 
 
 class CachedEncoder:

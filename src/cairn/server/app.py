@@ -26,8 +26,6 @@ from cairn.server.status_routes import DOCS_PATHS
 from cairn.setting_types import list_entries
 from cairn.types import Clock
 
-__all__ = ["create_app", "find_open_paths"]
-
 _PROBED_PATHS = frozenset({"/health", "/load", "/metrics", "/ping", "/ready", "/version"})
 # The page contains no data: it fetches what it shows with the key that is typed into it.
 _OPEN_PATHS = frozenset({"/cache/ui", *_PROBED_PATHS})

@@ -30,8 +30,6 @@ from cairn.server.options import CertificateOptions, ImageOptions, ServerLimits,
 from cairn.server.service import Service
 from cairn.server.stat_logger import format_startup_lines
 
-__all__ = ["HttpServer"]
-
 _PROBES = frozenset({"/health", "/ping", "/ready"})
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cairn.errors import ConfigError
 from cairn.setting_types import list_entries
 
-__all__ = ["MAX_IMAGES", "image_limit", "media_domains"]
-
 MAX_IMAGES = 1024
 
 _DEFAULT_LIMIT = 16

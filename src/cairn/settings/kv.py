@@ -18,18 +18,6 @@ from cairn.setting_types import list_entries
 from cairn.settings.json_flags import parse_json_flag
 from cairn.settings.sources import is_service_link, warn_of_service_link
 
-__all__ = [
-    "KvEventsSettings",
-    "KvTransferExtra",
-    "KvTransferSettings",
-    "free_side_channel_port",
-    "kv_events_settings",
-    "kv_transfer_settings",
-    "peer_names",
-    "read_secret_file",
-    "side_channel",
-]
-
 _ONE_CONNECTOR = "NixlConnector is the only connector; name it"
 _HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 _PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -140,7 +128,7 @@ def read_secret_file(path: Path) -> bytes:
             raise ConfigError(f"--kv-secret-file {path}: must be a file")
         if mode & stat.S_IRWXO:
             raise ConfigError(f"--kv-secret-file {path}: must not be accessible to all users: chmod o= {path}")
-        secret = _without_line_end(os.read(descriptor, _MAX_SECRET + 3))
+        secret = os.read(descriptor, _MAX_SECRET + 3).removesuffix(b"\n").removesuffix(b"\r")
     finally:
         os.close(descriptor)
     size = len(secret)
@@ -151,7 +139,3 @@ def read_secret_file(path: Path) -> bytes:
             f"{_MIN_SECRET} to {_MAX_SECRET} are taken: head -c 32 /dev/urandom | base64 makes good ones"
         )
     return secret
-
-
-def _without_line_end(content: bytes) -> bytes:
-    return content.removesuffix(b"\n").removesuffix(b"\r")

@@ -11,8 +11,6 @@ from cairn.proxy.options import ProxyOptions
 from cairn.setting_types import LogLevel
 from cairn.settings.sources import CommandSettings, add_setting_flags, flatten_words, read_settings
 
-__all__ = ["PROXY_ENV_PREFIX", "ProxySettings", "add_proxy_flags", "load_proxy_settings"]
-
 PROXY_ENV_PREFIX = "CAIRN_PROXY_"
 
 

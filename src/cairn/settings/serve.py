@@ -21,8 +21,6 @@ from cairn.setting_types import Bytes, JsonText, ListText, LogLevel
 from cairn.settings.sources import CommandSettings, add_setting_flags, flatten_words, last_words, read_settings
 from cairn.settings.vllm_flags import add_vllm_flags, check_vllm_line, ignored_flags
 
-__all__ = ["ENV_PREFIX", "ServeSettings", "add_flags", "load_settings"]
-
 ENV_PREFIX = "CAIRN_"
 _MODEL_FLAG = "model_flag"
 

@@ -7,7 +7,7 @@ import re
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -49,7 +49,10 @@ class VariablesSource(EnvSettingsSource):
 
 
 class CommandSettings(BaseSettings):
-    """What the settings of all commands have in common. The constructor's keyword arguments are a file's."""
+    """What the settings of all commands have in common. The constructor's keyword arguments are a file's, or with
+    `reads_variables` False all that there is."""
+
+    reads_variables: ClassVar[bool] = True
 
     @field_validator("*", mode="before")
     @classmethod
@@ -66,7 +69,7 @@ class CommandSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return VariablesSource(settings_cls), init_settings
+        return (VariablesSource(settings_cls), init_settings) if cls.reads_variables else (init_settings,)
 
 
 def is_service_link(value: str | None) -> bool:

@@ -7,7 +7,7 @@ import json
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from cairn.errors import ConfigError
@@ -41,13 +41,7 @@ class VllmFlags:
         raise ConfigError(f"{where}{name}: {shown}: {self.why}")
 
 
-def _switches(names: str, values: str | None, why: str) -> VllmFlags:
-    return VllmFlags(names, values, why, "switch")
-
-
-def _lists(names: str, values: str | None, why: str) -> VllmFlags:
-    return VllmFlags(names, values, why, "values")
-
+_switches, _lists = partial(VllmFlags, form="switch"), partial(VllmFlags, form="values")
 
 VLLM_FLAGS: tuple[VllmFlags, ...] = (
     # -- how it computes -----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from cairn.deploy.ray.exchange import RelayedRequest
 from cairn.deploy.ray.replica_calls import REQUEST_ID, RelayLimits, ReplicaPool, SendToReplica
 from cairn.errors import InvalidRequest, Overloaded, RequestError
 from cairn.http.error_responses import RESPONSES_PATH, ClientDisconnected, error_response, make_error
+from cairn.http.middleware import read_body
 from cairn.proxy.forward import ClientRequest, RequestForwarder, parse_request
 from cairn.proxy.prefixes import HintCache
 from cairn.proxy.protocol import HANDOVER_PATHS
@@ -87,18 +88,9 @@ class RequestRelay:
     async def _read_request(self, scope: Scope, receive: Receive) -> RelayedRequest:
         """One byte more than may be is read of a body, at most: the replica says what is wrong with it. Raises
         ClientDisconnected, and RequestError for a body that does not come in time."""
-        body = bytearray()
-        more = scope["method"] in _HAS_BODY
-        try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                while more and len(body) <= self._limits.max_body_bytes:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnected
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
-        except TimeoutError:
-            raise make_error(f"the body did not come within {self._limits.body_seconds:g} s", 408) from None
+        body, limits = b"", self._limits
+        if scope["method"] in _HAS_BODY:
+            body = await read_body(receive, limits.max_body_bytes, limits.body_seconds)
         client = scope.get("client")
         return RelayedRequest(
             method=scope["method"],
@@ -109,7 +101,7 @@ class RequestRelay:
             client=(str(client[0]), int(client[1])) if client else None,
             scheme=scope.get("scheme", "http"),
             http_version=scope.get("http_version", "1.1"),
-            body=bytes(body[: self._limits.max_body_bytes + 1]),
+            body=body[: limits.max_body_bytes + 1],
         )
 
     async def _answer(self, request: RelayedRequest, client: ClientResponse) -> int:

@@ -31,15 +31,12 @@ class ReplicaCall(Protocol):
 
     async def wait_replica(self) -> str:
         """The name of the replica that has it. Raises ReplicaFailed, and NoUpstream when there is none to wait for."""
-        ...
 
     def answer(self) -> AsyncGenerator[AnswerHead | bytes, None]:
         """An AnswerHead, then bytes. Closing it aborts the request. Raises ReplicaFailed."""
-        ...
 
     async def find_failure(self) -> str:
         """What keeps replicas from starting; empty for nothing that is known."""
-        ...
 
     def cancel(self) -> None: ...
 

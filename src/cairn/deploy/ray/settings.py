@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsError
+from pydantic_settings import SettingsError
 
 from cairn.errors import ConfigError
 from cairn.setting_types import Bytes
@@ -49,6 +49,8 @@ class AutoscalingOptions(BaseModel):
 class RaySettings(ServeSettings, AutoscalingOptions):
     """Everything a deployment can be told. The constructor takes what `load_ray_settings` has found."""
 
+    reads_variables = False
+
     num_replicas: int = Field(1, description="servers, unless max_replicas lets their number change", ge=1, le=1024)
     num_prefill_replicas: int = Field(
         0, description="servers that compute prompts and hand them over to the others, over NIXL", ge=0, le=1024
@@ -76,17 +78,6 @@ class RaySettings(ServeSettings, AutoscalingOptions):
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect here: {why}")
         return self
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)
 
     def with_transfers(self) -> "RaySettings":
         """Handing prompts over, where there are prefill replicas."""

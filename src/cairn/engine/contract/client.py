@@ -22,11 +22,9 @@ class EngineClient(Protocol):
     @property
     def dead(self) -> str | None:
         """Why the engine has ended, or None while it lives."""
-        ...
 
     async def start(self) -> None:
         """Bring the engine up. Raises ConfigError or ModelError from building it, EngineDead if it fell over."""
-        ...
 
     def generate(self, *requests: GenerateRequest, seconds: float | None = None) -> AsyncIterator[GenerateOutput]:
         """The outputs of requests that the core takes all or none of, as they come, until each of a request's answers
@@ -35,35 +33,27 @@ class EngineClient(Protocol):
         Raises RequestError when the core refuses them, EngineDead when the engine ends meanwhile, and TimeoutError when
         they have not ended `seconds` after the first `anext`.
         """
-        ...
 
     async def stats(self) -> EngineStats:
         """Raises EngineDead, also when no answer comes within the deadline."""
-        ...
 
     async def cache_view(self, max_paths: int) -> CacheView:
         """What the prefix cache holds. Raises EngineDead, also when no answer comes within the deadline."""
-        ...
 
     async def reset_cache(self) -> int:
         """Drop all that is cached, unless pages are held: then nothing changes. How many are. Raises EngineDead, also
         when no answer comes within the deadline."""
-        ...
 
     def await_tools(self, request_id: str, index: int = 0) -> None:
         """Answer `index` to this request, which has ended, was a call: what its session comes back to once its tools
         are done is kept by the time that tools take. Tried once, in the background; unknown ids are ignored."""
-        ...
 
     def release_kv_transfer(self, kv_transfer_params: bytes) -> None:
         """What another server, or this one, has handed over with these parameters is not going to be fetched: let go of
         it. Tried once, in the background; they are in nothing trusted."""
-        ...
 
     async def wait_dead(self) -> str:
         """Returns the reason when the engine has ended without being told to."""
-        ...
 
     async def stop(self, drain_seconds: float) -> None:
         """Take nothing new, let open requests finish for at most `drain_seconds`, then end the engine."""
-        ...

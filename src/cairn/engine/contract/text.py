@@ -44,11 +44,9 @@ class TextStream(Protocol):
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is still open."""
-        ...
 
     def finish(self) -> str:
         """What is left when the answer ends, a cut character as U+FFFD."""
-        ...
 
 
 class TextTokenizer(Protocol):
@@ -58,16 +56,13 @@ class TextTokenizer(Protocol):
     def image_markers(self) -> tuple[str, ...]:
         """The texts that a chat template writes for images and that nobody else may write; empty where the model reads
         text alone."""
-        ...
 
     @property
     def chat_template(self) -> str:
         """The chat template's text, which shows how answers are written; empty where there is none."""
-        ...
 
     def describe(self) -> dict[str, Any]:
         """`tokenizer_class`, `chat_template` where there is one, and the settings that tokenizer_config.json has."""
-        ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -75,11 +70,9 @@ class TextTokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text, as UTF-8 that may begin or end within a character."""
-        ...
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary spells them; an id that it does not have gives nothing."""
-        ...
 
     def render_chat(
         self,
@@ -97,6 +90,5 @@ class TextTokenizer(Protocol):
         ends within the last message, where its text does. Content is text, or parts `{"type": "text",
         "text": ...}` and `{"type": "image", "image": Pixels}`. Raises InvalidRequest when the template refuses the
         messages."""
-        ...
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream: ...

@@ -211,7 +211,7 @@ class _Writer:
         """Of a format that ends by itself."""
         match form:
             case _ConstString():
-                return _literal(form.value)
+                return literal(form.value)
             case _Schema():
                 return f"%json {json.dumps(self._write_schema(form.json_schema), ensure_ascii=False)}"
             case _Grammar():
@@ -226,10 +226,10 @@ class _Writer:
                     raise ValueError(f"a repeat's max is {form.max}: it must be -1, or at least its min of {form.min}")
                 return f"{self._write_limited(form.content)}{{{form.min},{'' if form.max == -1 else form.max}}}"
             case _Tag():
-                return f"{_literal(form.begin)} {self._write_rest(form)}"
+                return f"{literal(form.begin)} {self._write_rest(form)}"
             case _TagsWithSeparator():
                 tag = self._write_tags(form.tags)
-                more = "" if form.stop_after_first else f" ({_literal(form.separator)} {tag})*"
+                more = "" if form.stop_after_first else f" ({literal(form.separator)} {tag})*"
                 return f"({tag}{more})" if form.at_least_one else f"({tag}{more})?"
         raise AssertionError(f"{type(form).__name__} has a rule of its own")
 
@@ -248,7 +248,7 @@ class _Writer:
         return self.write(tag.content, ends)
 
     def _write_tags(self, tags: Sequence[_Tag]) -> str:
-        return self._add(" | ".join(f"{_literal(tag.begin)} {self._write_rest(tag)}" for tag in tags))
+        return self._add(" | ".join(f"{literal(tag.begin)} {self._write_rest(tag)}" for tag in tags))
 
     def _write_triggered(self, form: _TriggeredTags, ends: _Ends) -> str:
         rests: dict[str, list[str]] = {}
@@ -257,9 +257,9 @@ class _Writer:
             if len(triggers) != 1:
                 raise ValueError(f"the tag that begins with {tag.begin[:64]!r} must begin with one trigger")
             rests.setdefault(triggers[0], []).append(
-                f"{_literal(tag.begin.removeprefix(triggers[0]))} {self._write_rest(tag)}"
+                f"{literal(tag.begin.removeprefix(triggers[0]))} {self._write_rest(tag)}"
             )
-        heads = [self._add(f"{_any_text(form.excludes)} {_literal(trigger)}", "lazy") for trigger in rests]
+        heads = [self._add(f"{_any_text(form.excludes)} {literal(trigger)}", "lazy") for trigger in rests]
         tags = [
             f"{head} ({' | '.join(trigger_rests)})" for head, trigger_rests in zip(heads, rests.values(), strict=True)
         ]
@@ -292,7 +292,7 @@ def _any_text(excludes: Sequence[str], max_chars: int | None = None) -> str:
 
 
 def _choice(ends: _Ends) -> str:
-    return '""' if ends is None else f"({' | '.join(map(_literal, ends))})"
+    return '""' if ends is None else f"({' | '.join(map(literal, ends))})"
 
 
 def _lark_of(grammar: str) -> str:
@@ -303,5 +303,6 @@ def _lark_of(grammar: str) -> str:
     return lark
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """A text in Lark."""
     return json.dumps(text, ensure_ascii=False)

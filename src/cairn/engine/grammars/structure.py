@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from cairn.engine.contract import Structure
-from cairn.engine.grammars.structural_tag import write_structural_tag
+from cairn.engine.grammars.structural_tag import literal, write_structural_tag
 from cairn.errors import InvalidRequest
 
 MAX_TEXT = 1 << 19
@@ -181,7 +181,7 @@ def _lark_of_choices(structure: Structure) -> str:
         raise _refused(structure, "must be a list of texts that are not empty")
     if len(choices) > MAX_CHOICES:
         raise _refused(structure, f"has {len(choices)} entries; at most {MAX_CHOICES} are taken")
-    return "start: " + " | ".join(map(_literal, choices))
+    return "start: " + " | ".join(map(literal, choices))
 
 
 def _lark_of_grammar(structure: Structure) -> str:
@@ -202,11 +202,11 @@ def _lark_of_calls(structure: Structure) -> str:
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):
             raise _refused(structure, f'must be "object", not {json.dumps(kind)[:_MAX_KIND]}', f"{_place(tool)}.type")
         opening = f'<tool_call>\n{{"name": {json.dumps(tool["name"], ensure_ascii=False)}, "arguments": '
-        ending = _literal(chr(125) + _CALL_END)
+        ending = literal(chr(125) + _CALL_END)
         if structure.is_harmony:
             opening, ending = f"<|channel|>commentary to=functions.{tool['name']} <|constrain|>json<|message|>", ""
         schema = _schema(structure, tool["parameters"] | {"type": "object"}, lenient=True)
-        lines.append(f"call{number}: {_literal(opening)} arguments{number} {ending}")
+        lines.append(f"call{number}: {literal(opening)} arguments{number} {ending}")
         lines.append(f"arguments{number}: %json {json.dumps(schema, ensure_ascii=False)}")
     more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if asked["parallel"] and not structure.is_harmony else ""
     calls = " | ".join(f"call{number}" for number in range(len(asked["tools"])))
@@ -231,7 +231,3 @@ _HEAD_LINES = 2
 """Lines of `_lark_of_calls` before those of the tools, of which each has two."""
 
 _CALL_END = "\n</tool_call>"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -10,17 +10,7 @@ from cairn.kernels.cuda.gdn import gdn
 from cairn.kernels.cuda.logprobs import logprobs
 from cairn.kernels.cuda.metadata import build_metadata
 from cairn.kernels.cuda.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
-from cairn.kernels.cuda.products import (
-    embed,
-    lays_out,
-    linear,
-    lm_head,
-    pack,
-    pack_int4,
-    pack_int8,
-    packed_dtype,
-    warm_up,
-)
+from cairn.kernels.cuda.products import linear, lm_head, pack_int4, pack_int8, warm_up
 from cairn.kernels.cuda.routers import sigmoid_router, softmax_router
 from cairn.kernels.cuda.sampling import CudaSampler as sampler
 from cairn.kernels.cuda.sampling import CudaTokenCounts as token_counts
@@ -28,48 +18,4 @@ from cairn.kernels.cuda.ssd import ssd
 from cairn.kernels.cuda.write_kv import write_kv
 from cairn.kernels.cuda_support import sampling_bytes
 from cairn.kernels.graphs import no_step_graphs as step_graphs
-
-__all__ = [
-    "add_rms_norm",
-    "attention",
-    "build_metadata",
-    "clamped_experts",
-    "conv",
-    "copy_pages",
-    "copy_tokens",
-    "embed",
-    "experts",
-    "gated_experts",
-    "gated_rms_norm",
-    "gdn",
-    "gelu_experts",
-    "gelu_mul",
-    "lays_out",
-    "linear",
-    "lm_head",
-    "load_states",
-    "logprobs",
-    "pack",
-    "pack_int4",
-    "pack_int8",
-    "pack_state_spans",
-    "pack_stored",
-    "packed_dtype",
-    "rms_norm",
-    "rms_norm_then_gate",
-    "rope",
-    "sampler",
-    "sampling_bytes",
-    "sigmoid_mul",
-    "sigmoid_router",
-    "silu_mul",
-    "softcap",
-    "softmax_router",
-    "squared_relu",
-    "ssd",
-    "step_graphs",
-    "store_states",
-    "token_counts",
-    "warm_up",
-    "write_kv",
-]  # fmt: skip
+from cairn.kernels.plain_weights import embed, lays_out, pack, packed_dtype

@@ -19,6 +19,7 @@ from cairn.kernels.contract import Kernels
 from cairn.kernels.cuda.fla_gdn import DeltaRulePlan, DeltaRuleShape, FlaDeltaRule
 from cairn.kernels.cuda.flashinfer_attention import AttentionPlan, AttentionShape, FlashInferAttention
 from cairn.kernels.cuda.metadata import CudaMetadata
+from cairn.kernels.operations import OPERATIONS
 from cairn.kernels.staging import Staging
 
 FLASHINFER, FLA = "--attention-backend flashinfer", "--gdn-prefill-backend fla"
@@ -70,7 +71,7 @@ def with_libraries(attention: FlashInferAttention | None, delta_rule: FlaDeltaRu
         return delta_rule.scan(metadata.delta_rule, q, k, v, beta, dt, a, dt_bias, states, batch, beta_scale)
 
     backend = ModuleType("cairn.kernels.cuda")
-    backend.__dict__.update({name: getattr(cuda, name) for name in cuda.__all__})
+    backend.__dict__.update({name: getattr(cuda, name) for name in OPERATIONS})
     backend.__dict__.update(build_metadata=build_metadata, attention=attend, gdn=gdn)
     return cast(Kernels, backend)
 

@@ -20,11 +20,6 @@ _WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
 """Whether torch gives a product's float32 sums out before they are rounded; it does so on CUDA only."""
 
 
-def pack(weight: Tensor) -> Tensor:
-    """See `Kernels.pack`."""
-    return weight
-
-
 def pack_int4(weight: Int4Weight) -> Weight:
     """See `Kernels.pack_int4`. As codes, two a byte, with activations as they are."""
     pairs = weight.numbers[..., ::2] | weight.numbers[..., 1::2] << 4
@@ -37,16 +32,6 @@ def pack_int8(weight: Tensor) -> Tensor:
     raise ConfigError("--quantization int8: there are no int8 products on GPUs yet; leave it out")
 
 
-def packed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """See `Kernels.packed_dtype`. It stays."""
-    return dtype
-
-
-def lays_out(dtype: torch.dtype) -> bool:
-    """See `Kernels.lays_out`. They stay where they are."""
-    return False
-
-
 def warm_up(
     dtype: torch.dtype | None = None, operations: Set[str] | None = None, state_dtype: torch.dtype = torch.float32
 ) -> int:
@@ -54,11 +39,6 @@ def warm_up(
     # NVIDIA's containers have TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1: 11 bits of each float32 operand.
     torch.set_float32_matmul_precision("highest")
     return 0
-
-
-def embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    """See `Kernels.embed`."""
-    return F.embedding(tokens, weight)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, batch: Batch) -> Tensor:

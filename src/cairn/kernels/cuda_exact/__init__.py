@@ -37,15 +37,11 @@ from cairn.kernels.batch import HostBatch
 from cairn.kernels.cuda import (
     copy_pages,
     copy_tokens,
-    embed,
-    lays_out,
     load_states,
     logprobs,
-    pack,
     pack_int4,
     pack_int8,
     pack_state_spans,
-    packed_dtype,
     sampler,
     sampling_bytes,
     store_states,
@@ -54,10 +50,9 @@ from cairn.kernels.cuda import (
 )
 from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda_exact.operands import with_rows_laid_out
-from cairn.kernels.cuda_exact.products import find_dependent_height as find_dependent_height
-from cairn.kernels.cuda_exact.products import linear, lm_head
-from cairn.kernels.exact.products import pack_stored
+from cairn.kernels.cuda_exact.products import find_dependent_height, linear, lm_head
 from cairn.kernels.graphs import no_step_graphs as step_graphs
+from cairn.kernels.plain_weights import embed, lays_out, pack, pack_stored, packed_dtype
 from cairn.kernels.staging import Staging
 
 add_rms_norm = with_rows_laid_out(cuda.add_rms_norm, "x")
@@ -86,49 +81,3 @@ write_kv = with_rows_laid_out(cuda.write_kv, "k", "v")
 def build_metadata(host: HostBatch, staging: Staging) -> CudaMetadata:
     """See `Kernels.build_metadata`."""
     return replace(cuda.build_metadata(host, staging), exact=True)
-
-
-__all__ = [
-    "add_rms_norm",
-    "attention",
-    "build_metadata",
-    "clamped_experts",
-    "conv",
-    "copy_pages",
-    "copy_tokens",
-    "embed",
-    "experts",
-    "gated_experts",
-    "gated_rms_norm",
-    "gdn",
-    "gelu_experts",
-    "gelu_mul",
-    "lays_out",
-    "linear",
-    "lm_head",
-    "load_states",
-    "logprobs",
-    "pack",
-    "pack_int4",
-    "pack_int8",
-    "pack_state_spans",
-    "pack_stored",
-    "packed_dtype",
-    "rms_norm",
-    "rms_norm_then_gate",
-    "rope",
-    "sampler",
-    "sampling_bytes",
-    "sigmoid_mul",
-    "sigmoid_router",
-    "silu_mul",
-    "softcap",
-    "softmax_router",
-    "squared_relu",
-    "ssd",
-    "step_graphs",
-    "store_states",
-    "token_counts",
-    "warm_up",
-    "write_kv",
-]  # fmt: skip

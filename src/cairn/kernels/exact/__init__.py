@@ -29,67 +29,11 @@ from cairn.kernels.exact.experts import (
 )
 from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.metadata import build_metadata
-from cairn.kernels.exact.products import (
-    embed,
-    lays_out,
-    linear,
-    lm_head,
-    pack,
-    pack_int4,
-    pack_int8,
-    pack_stored,
-    packed_dtype,
-    warm_up,
-)
-from cairn.kernels.exact.products import find_dependent_height as find_dependent_height
+from cairn.kernels.exact.products import find_dependent_height, linear, lm_head, pack_int4, pack_int8
 from cairn.kernels.exact.ssd import ssd
 from cairn.kernels.graphs import no_step_graphs as step_graphs
+from cairn.kernels.plain_weights import embed, lays_out, pack, pack_stored, packed_dtype, warm_up
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
 from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
 from cairn.kernels.sampling.sampler import TorchSampler as sampler
 from cairn.kernels.sampling.sampler import sampling_bytes
-
-__all__ = [
-    "add_rms_norm",
-    "attention",
-    "build_metadata",
-    "clamped_experts",
-    "conv",
-    "copy_pages",
-    "copy_tokens",
-    "embed",
-    "experts",
-    "gated_experts",
-    "gated_rms_norm",
-    "gdn",
-    "gelu_experts",
-    "gelu_mul",
-    "lays_out",
-    "linear",
-    "lm_head",
-    "load_states",
-    "logprobs",
-    "pack",
-    "pack_int4",
-    "pack_int8",
-    "pack_state_spans",
-    "pack_stored",
-    "packed_dtype",
-    "rms_norm",
-    "rms_norm_then_gate",
-    "rope",
-    "sampler",
-    "sampling_bytes",
-    "sigmoid_mul",
-    "sigmoid_router",
-    "silu_mul",
-    "softcap",
-    "softmax_router",
-    "squared_relu",
-    "ssd",
-    "step_graphs",
-    "store_states",
-    "token_counts",
-    "warm_up",
-    "write_kv",
-]  # fmt: skip

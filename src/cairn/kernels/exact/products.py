@@ -5,8 +5,6 @@ fixed shape they depend neither on the row's place nor on its neighbours, which 
 Operands are copied into memory of their own, because BLAS may round otherwise where they lie otherwise.
 """
 
-from collections.abc import Sequence, Set
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,34 +15,6 @@ from cairn.kernels.contract import Weight
 from cairn.kernels.exact.elementwise import widen
 from cairn.kernels.exact.metadata import ROW_TILE, TILE
 from cairn.kernels.int4 import Int4Weight
-from cairn.kernels.weight_rows import WeightRows, dequantize_rows
-
-
-def packed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """See `Kernels.packed_dtype`. It stays."""
-    return dtype
-
-
-def lays_out(dtype: torch.dtype) -> bool:
-    """See `Kernels.lays_out`. They stay where they are."""
-    return False
-
-
-def warm_up(
-    dtype: torch.dtype | None = None, operations: Set[str] | None = None, state_dtype: torch.dtype = torch.float32
-) -> int:
-    """See `Kernels.warm_up`. Nothing is compiled."""
-    return 0
-
-
-def pack(weight: Tensor) -> Weight:
-    """See `Kernels.pack`."""
-    return weight
-
-
-def pack_stored(rows: Sequence[WeightRows]) -> Weight:
-    """See `Kernels.pack_stored`."""
-    return pack(dequantize_rows(rows))
 
 
 def pack_int8(weight: Tensor) -> Weight:
@@ -61,11 +31,6 @@ def pack_int4(weight: Int4Weight) -> Weight:
         "--quantization int4 needs the CPU's compiled kernels: install numba if it is missing, and leave out --exact; "
         "or leave --quantization out"
     )
-
-
-def embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    """See `Kernels.embed`."""
-    return F.embedding(tokens, weight)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, batch: Batch) -> Tensor:

@@ -4,6 +4,8 @@ Where the contract says float32, a float64 model has float64.
 """
 
 from cairn.kernels.graphs import no_step_graphs as step_graphs
+from cairn.kernels.plain_weights import lays_out, pack, pack_stored, packed_dtype, warm_up
+from cairn.kernels.plain_weights import pack as pack_int4
 from cairn.kernels.reference.attention import attention, write_kv
 from cairn.kernels.reference.checkpoint_files import (
     copy_pages,
@@ -32,66 +34,9 @@ from cairn.kernels.reference.experts import (
     sigmoid_router,
     softmax_router,
 )
-from cairn.kernels.reference.products import (
-    build_metadata,
-    embed,
-    lays_out,
-    linear,
-    lm_head,
-    pack,
-    pack_int4,
-    pack_int8,
-    pack_stored,
-    packed_dtype,
-    warm_up,
-)
+from cairn.kernels.reference.products import build_metadata, embed, linear, lm_head, pack_int8
 from cairn.kernels.reference.recurrences import conv, gdn, ssd
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
 from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
 from cairn.kernels.sampling.sampler import TorchSampler as sampler
 from cairn.kernels.sampling.sampler import sampling_bytes
-
-__all__ = [
-    "add_rms_norm",
-    "attention",
-    "build_metadata",
-    "clamped_experts",
-    "conv",
-    "copy_pages",
-    "copy_tokens",
-    "embed",
-    "experts",
-    "gated_experts",
-    "gated_rms_norm",
-    "gdn",
-    "gelu_experts",
-    "gelu_mul",
-    "lays_out",
-    "linear",
-    "lm_head",
-    "load_states",
-    "logprobs",
-    "pack",
-    "pack_int4",
-    "pack_int8",
-    "pack_state_spans",
-    "pack_stored",
-    "packed_dtype",
-    "rms_norm",
-    "rms_norm_then_gate",
-    "rope",
-    "sampler",
-    "sampling_bytes",
-    "sigmoid_mul",
-    "sigmoid_router",
-    "silu_mul",
-    "softcap",
-    "softmax_router",
-    "squared_relu",
-    "ssd",
-    "step_graphs",
-    "store_states",
-    "token_counts",
-    "warm_up",
-    "write_kv",
-]  # fmt: skip

@@ -1,6 +1,5 @@
 """Products with weights row by row, plain, in int8 and in four bits."""
 
-from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,6 @@ from cairn.kernels.contract import Weight
 from cairn.kernels.int4 import Int4Weight
 from cairn.kernels.reference.elementwise import widen
 from cairn.kernels.staging import Staging
-from cairn.kernels.weight_rows import WeightRows, dequantize_rows
 
 LARGEST = 127
 
@@ -38,11 +36,6 @@ def pack_int8(weight: Tensor) -> RowScaledInt8:
     return RowScaledInt8(numbers.to(torch.int8), scales, weight.dtype)
 
 
-def pack_int4(weight: Int4Weight) -> Int4Weight:
-    """See `Kernels.pack_int4`."""
-    return weight
-
-
 def multiply(weight: Weight, row: Tensor) -> Tensor:
     """weight [out, in], row [in], which is float32 or wider -> [out]."""
     if isinstance(weight, Int4Weight):
@@ -58,33 +51,6 @@ def _quantized(values: Tensor) -> tuple[Tensor, Tensor]:
     scales = values.abs().amax(-1, keepdim=True) / LARGEST
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
     return (values / scales).round(), scales
-
-
-def packed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """See `Kernels.packed_dtype`. It stays."""
-    return dtype
-
-
-def lays_out(dtype: torch.dtype) -> bool:
-    """See `Kernels.lays_out`. They stay where they are."""
-    return False
-
-
-def warm_up(
-    dtype: torch.dtype | None = None, operations: Set[str] | None = None, state_dtype: torch.dtype = torch.float32
-) -> int:
-    """See `Kernels.warm_up`. Nothing is compiled."""
-    return 0
-
-
-def pack(weight: Tensor) -> Weight:
-    """See `Kernels.pack`."""
-    return weight
-
-
-def pack_stored(rows: Sequence[WeightRows]) -> Weight:
-    """See `Kernels.pack_stored`."""
-    return pack(dequantize_rows(rows))
 
 
 def build_metadata(host: HostBatch, staging: Staging) -> object:

@@ -15,7 +15,6 @@ class TokenCounts(Protocol):
     def admit(self, histories: Sequence[TokenHistory], staging: Staging) -> Callable[[], None]:
         """Sequences begin, or begin again, in slots that are all different. What is returned is to be called once
         `staging` has been sent."""
-        ...
 
 
 class Sampler(Protocol):
@@ -30,4 +29,3 @@ class Sampler(Protocol):
 
         What processors need of the host is one copy of its own. Raises ValueError for a mask that does not fit.
         """
-        ...

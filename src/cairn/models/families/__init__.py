@@ -22,8 +22,9 @@ from cairn.models.families import (
     qwen3_5,
     qwen3_moe,
 )
+from cairn.models.random_weights.recipe import Recipe
 
-__all__ = ["FAMILIES", "family_of"]
+__all__ = ["FAMILIES", "FAMILY_RECIPES", "family_of"]
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -47,6 +48,29 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         )
     }
 )
+
+FAMILY_RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "nemotron_h": nemotron_h.RECIPE,
+        "qwen3_5": qwen3_5.DENSE_RECIPE,
+        "qwen3_5_moe": qwen3_5.MOE_RECIPE,
+        "granitemoehybrid": granitemoehybrid.RECIPE,
+        "falcon_h1": falcon_h1.RECIPE,
+        "lfm2": lfm2.RECIPE,
+        "qwen3": qwen3.RECIPE,
+        "olmo_hybrid": olmo_hybrid.RECIPE,
+        "lfm2_moe": lfm2_moe.RECIPE,
+        "qwen3_moe": qwen3_moe.RECIPE,
+        "granite": granite.RECIPE,
+        "gemma4": gemma4.RECIPE,
+        "gemma3": gemma.GEMMA3_RECIPE,
+        "gemma2": gemma.GEMMA2_RECIPE,
+        "lfm3": lfm3.RECIPE,
+        "llama4": llama4.RECIPE,
+        "gpt_oss": gpt_oss.RECIPE,
+    }
+)
+"""How random-weight checkpoints of a family are made, one line each."""
 
 
 def family_of(raw: Mapping[str, object]) -> Family:

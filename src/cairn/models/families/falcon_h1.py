@@ -12,7 +12,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NamedMixer, ParallelMixers, ScaledMixer
 from cairn.models.feed_forward import GatedMLPLayer
-from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer, Mamba2Sizes, expanded_inner
+from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer, expanded_inner
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 
@@ -60,13 +60,7 @@ class FalconH1Config(Mamba2Config):
     ssm_multipliers: tuple[float, ...] = numbers(5, -1e6, 1e6, default=1.0)
     mlp_multipliers: tuple[float, ...] = numbers(2, -1e6, 1e6, default=1.0)
 
-    @property
-    def normed_mamba2(self) -> Mamba2Sizes:
-        """Of one layer's Mamba2."""
-        return replace(self.mamba2, out_bias=self.projectors_bias, normed=self.mamba_rms_norm)
-
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
             layers=tuple(self._layers()),
@@ -78,21 +72,21 @@ class FalconH1Config(Mamba2Config):
 
     def _layers(self) -> Iterator[NamedMixer]:
         of_gate, of_mlp = self.mlp_multipliers
+        sizes = replace(self.mamba2, out_bias=self.projectors_bias, normed=self.mamba_rms_norm)
         for index in range(self.num_hidden_layers):
             name = f"model.layers.{index}"
-            mamba2 = Mamba2Layer(self.normed_mamba2, f"{name}.mamba", self.ssm_multipliers)
+            mamba2 = Mamba2Layer(sizes, f"{name}.mamba", self.ssm_multipliers)
             attention = AttentionLayer(self.attention, f"{name}.self_attn", factors={"k_proj": self.key_multiplier})
             mixers = (
                 ScaledMixer(mamba2, self.ssm_out_multiplier, self.ssm_in_multiplier),
                 ScaledMixer(attention, self.attention_out_multiplier, self.attention_in_multiplier),
             )
             yield f"{name}.input_layernorm", ParallelMixers(mixers)
-            sizes = self.feed_forward("intermediate_size")
-            mlp = GatedMLPLayer(sizes, f"{name}.feed_forward", bias=self.mlp_bias, gate_factor=of_gate)
+            mlp_sizes = self.feed_forward("intermediate_size")
+            mlp = GatedMLPLayer(mlp_sizes, f"{name}.feed_forward", bias=self.mlp_bias, gate_factor=of_gate)
             yield f"{name}.pre_ff_layernorm", ScaledMixer(mlp, of_mlp)
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         return {"Mamba2 beside attention with MLP": self.num_hidden_layers}
 
 

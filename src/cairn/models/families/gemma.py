@@ -26,7 +26,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale
 from cairn.models.feed_forward import GatedMLPLayer
-from cairn.models.nested_config import INNER_EOS, parts_beside, text_config, text_prefix
+from cairn.models.nested_config import INNER_EOS, is_nested, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import SCALED, RopeKind, RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -80,8 +80,8 @@ class Gemma2Config(DecoderConfig):
     rope_scaling: RopeScaling | None = rope_scaling()
     intermediate_size: int = integer(1, MAX_WIDTH, default=9216)
     hidden_activation: str = only("gelu_pytorch_tanh")
+    nested: bool = is_nested()
 
-    nested: ClassVar[bool] = False
     head_norms: ClassVar[tuple[str, ...]] = ()
 
     def rotary(self, kind: str) -> RotarySpec:
@@ -130,7 +130,6 @@ class Gemma2Config(DecoderConfig):
             yield f"{name}.pre_feedforward_layernorm", mlp, f"{name}.post_feedforward_layernorm"
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {WINDOWED: "windowed attention with MLP", FULL: "attention with MLP"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
@@ -151,24 +150,12 @@ class Gemma3Config(Gemma2Config):
     rope_scaling: RopeScaling | None = rope_scaling(FULL_ROPE)
 
     head_norms: ClassVar[tuple[str, ...]] = ("q_norm", "k_norm")
-
-    @property
-    def max_model_len(self) -> int:
-        """`max_position_embeddings` is the length with scaled positions already, as vLLM takes it."""
-        return self.max_position_embeddings
+    scaling_extends: ClassVar[bool] = False
 
     def rotary(self, kind: str) -> RotarySpec:
-        """See `Gemma2Config`."""
         if kind == FULL:
             return RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling)
         return RotarySpec(self.head_dim, self.rope_local_base_freq)
-
-
-class NestedGemma3Config(Gemma3Config):
-    """Of a model that also sees."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
 
 
 FAMILIES = (
@@ -177,7 +164,7 @@ FAMILIES = (
     Family(
         model_type="gemma3",
         architecture="Gemma3ForConditionalGeneration",
-        config=NestedGemma3Config,
+        config=Gemma3Config,
         ignored_tensors=parts_beside("vision_tower", "multi_modal_projector"),
         flatten=text_config(tied=True),
     ),

@@ -7,6 +7,7 @@ also sees and hears the text model alone is served."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -17,9 +18,9 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NormedMixer, SideBySideMixers
 from cairn.models.families.gemma import FULL, KINDS, WINDOWED, softcap
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer, NormedRule
+from cairn.models.feed_forward import ExpertsLayer, FeedForwardSizes, GatedMLPLayer, NormedRule
 from cairn.models.layer_inputs import LayerInputLayer, LayerInputsSpec
-from cairn.models.nested_config import INNER_EOS, parts_beside, text_config, text_prefix
+from cairn.models.nested_config import INNER_EOS, is_nested, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, CheckpointOptions, Recipe, by_size
 from cairn.models.rotary import PROPORTIONAL, RopeKind, RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -120,16 +121,7 @@ def _layer_input_width(fields: Fields, name: str, config: Any) -> int:
     return fields.integer(name, 0, MAX_WIDTH, default=0 if fields.says(name) else 256)
 
 
-def _has_windows(config: Any) -> bool:
-    return WINDOWED in config.layer_types
-
-
-def _has_layer_inputs(config: Any) -> bool:
-    return bool(config.hidden_size_per_layer_input)
-
-
-def _has_experts(config: Any) -> bool:
-    return bool(config.enable_moe_block)
+_HAS_EXPERTS = attrgetter("enable_moe_block")
 
 
 def _fits(fields: Fields, name: str, config: Any) -> bool:
@@ -149,6 +141,8 @@ class Gemma4Config(DecoderConfig):
     layers that see all tokens; `head_dim`, `num_key_value_heads`, `rope_local_base_freq`: of the others.
     `attention_k_eq_v`: the former have no projection of values. `num_kv_shared_layers`: so many last layers read the
     keys and values of the last one of their kind before them. What a model does not have is 0."""
+
+    scaling_extends: ClassVar[bool] = False
 
     layer_types: tuple[str, ...] = layer_kinds(KINDS, default=_by_six)
     ends_full: bool = custom(_ends_full, fact=False)
@@ -170,7 +164,7 @@ class Gemma4Config(DecoderConfig):
     final_logit_softcapping: float | None = softcap(None)
     # Of images' tokens: text is causal.
     use_bidirectional_attention: str | None = only(None, False, "vision")
-    rope_local_base_freq: float = rope_theta(1e4, WINDOWED_ROPE, when=_has_windows)
+    rope_local_base_freq: float = rope_theta(1e4, WINDOWED_ROPE, when=lambda config: WINDOWED in config.layer_types)
     rope_theta: float = rope_theta(1e6, FULL_ROPE)
     rope_scaling: RopeScaling | None = rope_scaling(FULL_ROPE)
     num_kv_shared_layers: int = custom(_sharing)
@@ -179,32 +173,20 @@ class Gemma4Config(DecoderConfig):
     hidden_activation: str = only("gelu_pytorch_tanh")
     hidden_size_per_layer_input: int = custom(_layer_input_width)
     vocab_size_per_layer_input: int = integer(
-        lambda config: config.vocab_size, 1 << 24, default=262_144, when=_has_layer_inputs
+        lambda config: config.vocab_size, 1 << 24, default=262_144, when=attrgetter("hidden_size_per_layer_input")
     )
     enable_moe_block: bool = boolean(default=False)
-    num_experts: int = integer(1, 1 << 12, when=_has_experts)
-    top_k_experts: int = integer(1, lambda config: config.num_experts, when=_has_experts)
-    moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_experts)
-
-    nested: ClassVar[bool] = False
-
-    @property
-    def max_model_len(self) -> int:
-        """`max_position_embeddings`, whatever positions turn by."""
-        return self.max_position_embeddings
+    num_experts: int = integer(1, 1 << 12, when=_HAS_EXPERTS)
+    top_k_experts: int = integer(1, lambda config: config.num_experts, when=_HAS_EXPERTS)
+    moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_HAS_EXPERTS)
+    nested: bool = is_nested()
 
     @property
     def first_shared(self) -> int:
         """The first layer that has no keys and values."""
         return len(self.layer_types) - self.num_kv_shared_layers
 
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture."""
-        return self.mixture("moe_intermediate_size", self.num_experts, self.top_k_experts)
-
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         prefix = text_prefix(stored, nested=self.nested)
         blocks = [tuple(self._block(f"{prefix}.layers", index)) for index in range(len(self.layer_types))]
         firsts = [*(block[0][0] for block in blocks[1:]), f"{prefix}.norm"]
@@ -232,7 +214,7 @@ class Gemma4Config(DecoderConfig):
         if self.enable_moe_block:
             router, experts = f"{name}.router", f"{name}.experts"
             mixture = ExpertsLayer(
-                sizes=self.experts,
+                sizes=self.mixture("moe_intermediate_size", self.num_experts, self.top_k_experts),
                 hidden=self.hidden_size,
                 router=f"{router}.proj",
                 routing=NormedRule(f"{before}_2.weight", f"{router}.scale", f"{router}.per_expert_scale"),
@@ -310,7 +292,6 @@ class Gemma4Config(DecoderConfig):
                 yield f"{prefix}.layers.{index}.self_attn.{part}."
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         kinds = {WINDOWED: "windowed attention", FULL: "attention"}
         forward = "MLP beside mixture of experts" if self.enable_moe_block else "MLP"
         words = [
@@ -318,13 +299,6 @@ class Gemma4Config(DecoderConfig):
             for index, kind in enumerate(self.layer_types)
         ]
         return {word: words.count(word) for word in dict.fromkeys(words)}
-
-
-class NestedGemma4Config(Gemma4Config):
-    """Of a model that also sees and hears."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,38 +311,31 @@ class Gemma4UnifiedConfig(Gemma4Config):
     enable_moe_block: bool = custom(lambda fields, name, config: False, default=False, fact=False)
 
 
-class NestedGemma4UnifiedConfig(Gemma4UnifiedConfig):
-    """Of a model that also sees and hears."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
-
-
 _OTHERS = parts_beside(
     "vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder"
 )
 
 
-def _families(name: str, architecture: str, alone: type[Gemma4Config], inside: type[Gemma4Config]) -> Iterator[Family]:
+def _families(name: str, architecture: str, config: type[Gemma4Config]) -> Iterator[Family]:
     """Of the text model, and of the one that it is a part of."""
     yield Family(
         model_type=f"{name}_text",
         architecture=f"{architecture}ForCausalLM",
-        config=alone,
+        config=config,
         flatten=lambda raw: Fields(_with_positions(raw)),
     )
     yield Family(
         model_type=name,
         architecture=f"{architecture}ForConditionalGeneration",
-        config=inside,
+        config=config,
         ignored_tensors=_OTHERS,
         flatten=_nested,
     )
 
 
 FAMILIES = (
-    *_families("gemma4", "Gemma4", Gemma4Config, NestedGemma4Config),
-    *_families("gemma4_unified", "Gemma4Unified", Gemma4UnifiedConfig, NestedGemma4UnifiedConfig),
+    *_families("gemma4", "Gemma4", Gemma4Config),
+    *_families("gemma4_unified", "Gemma4Unified", Gemma4UnifiedConfig),
 )
 
 _FINAL = 10.0

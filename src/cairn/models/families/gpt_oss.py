@@ -12,7 +12,7 @@ from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, lay
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer
-from cairn.models.feed_forward import ClampedExpertsLayer, ExpertSizes
+from cairn.models.feed_forward import ClampedExpertsLayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 
@@ -54,13 +54,7 @@ class GptOssConfig(DecoderConfig):
     swiglu_limit: float = number(1e-6, 1e6, default=7.0)
     hidden_act: str = only("silu")
 
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture."""
-        return self.mixture("intermediate_size", self.num_local_experts, self.num_experts_per_tok)
-
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
             layers=tuple(self._layers(stored)),
@@ -74,7 +68,7 @@ class GptOssConfig(DecoderConfig):
             attention = AttentionLayer(self.attention, f"{name}.self_attn", rule=rule, sinks="sinks")
             yield f"{name}.input_layernorm", attention
             experts = ClampedExpertsLayer(
-                sizes=self.experts,
+                sizes=self.mixture("intermediate_size", self.num_local_experts, self.num_experts_per_tok),
                 hidden=self.hidden_size,
                 name=f"{name}.mlp",
                 alpha=self.swiglu_alpha,
@@ -84,7 +78,6 @@ class GptOssConfig(DecoderConfig):
             yield f"{name}.post_attention_layernorm", experts
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {SLIDING: "windowed attention with mixture of experts", FULL: "attention with mixture of experts"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 

@@ -38,7 +38,6 @@ class DenseGraniteConfig(DecoderConfig):
     hidden_act: str = only("silu")
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
             layers=tuple(self._layers()),
@@ -59,7 +58,6 @@ class DenseGraniteConfig(DecoderConfig):
             yield f"{name}.post_attention_layernorm", ScaledMixer(mlp, by)
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         return {"attention with MLP": len(self.layer_types)}
 
 

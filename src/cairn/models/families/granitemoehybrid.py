@@ -12,7 +12,7 @@ from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, number,
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NamedMixer, ScaledMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, GatedMLPLayer
+from cairn.models.feed_forward import ExpertsLayer, GatedMLPLayer
 from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
@@ -51,13 +51,7 @@ class GraniteConfig(Mamba2Config):
     hidden_act: str = only("silu")
     normalization_function: str = only("rmsnorm")
 
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture, without the shared expert."""
-        return self.mixture("intermediate_size", self.num_local_experts, self.num_experts_per_tok)
-
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
             layers=tuple(self._layers()),
@@ -84,7 +78,7 @@ class GraniteConfig(Mamba2Config):
         if not self.num_local_experts:
             return shared
         return ExpertsLayer(
-            sizes=self.experts,
+            sizes=self.mixture("intermediate_size", self.num_local_experts, self.num_experts_per_tok),
             hidden=self.hidden_size,
             router=f"{moe}.router.layer",
             stacks=(f"{moe}.input_linear.weight", f"{moe}.output_linear.weight"),
@@ -92,7 +86,6 @@ class GraniteConfig(Mamba2Config):
         )
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         feed_forward = "mixture of experts" if self.num_local_experts else "MLP"
         words = {MAMBA: f"Mamba2 with {feed_forward}", ATTENTION: f"attention with {feed_forward}"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}

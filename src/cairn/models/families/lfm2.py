@@ -65,7 +65,6 @@ class Lfm2Config(DecoderConfig):
         )
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
             layers=tuple(self._layers(stored)),
@@ -87,7 +86,6 @@ class Lfm2Config(DecoderConfig):
         return GatedMLPLayer(self.feed_forward("intermediate_size"), name, ("w1", "w3", "w2"))
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {CONV: "short convolution with MLP", ATTENTION: "attention with MLP"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 

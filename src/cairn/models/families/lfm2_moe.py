@@ -3,6 +3,7 @@ attention, and behind the first layers' SwiGLU in all others a mixture of them."
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -10,16 +11,12 @@ from cairn.models.config_schema import boolean, integer, layer_kinds, number
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH
 from cairn.models.families.lfm2 import ATTENTION, CONV, Lfm2Config
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SigmoidRule
+from cairn.models.feed_forward import ExpertsLayer, SigmoidRule
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.weight_specs import MixerSpec
 
 NORM_EPSILON = 1e-6
 """Added to the sum of a token's rates before they are divided by it."""
-
-
-def _has_dense(config: Any) -> bool:
-    return bool(config.num_dense_layers)
 
 
 def _has_sparse(config: Any) -> bool:
@@ -32,18 +29,13 @@ class Lfm2MoeConfig(Lfm2Config):
 
     layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({CONV: CONV, ATTENTION: ATTENTION}))
     num_dense_layers: int = integer(0, lambda config: len(config.layer_types), default=2)
-    intermediate_size: int = integer(1, MAX_WIDTH, default=7168, when=_has_dense)
+    intermediate_size: int = integer(1, MAX_WIDTH, default=7168, when=attrgetter("num_dense_layers"))
     moe_intermediate_size: int = integer(1, MAX_WIDTH, default=1792, when=_has_sparse)
     num_experts: int = integer(1, 1 << 12, default=32, when=_has_sparse)
     num_experts_per_tok: int = integer(1, lambda config: config.num_experts, default=4, when=_has_sparse)
     norm_topk_prob: bool = boolean(default=True, when=_has_sparse)
     routed_scaling_factor: float = number(1e-9, 1e6, default=1.0, when=_has_sparse)
     use_expert_bias: bool = boolean(default=True, when=_has_sparse)
-
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture."""
-        return self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok)
 
     def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
         """Experts are published as a tensor for each expert and matrix; programs that keep them as stacks write those,
@@ -54,7 +46,7 @@ class Lfm2MoeConfig(Lfm2Config):
         stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
         bias = f"{name}.expert_bias" if self.use_expert_bias else None
         return ExpertsLayer(
-            sizes=self.experts,
+            sizes=self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok),
             hidden=self.hidden_size,
             router=f"{name}.gate",
             routing=SigmoidRule(1, 1, self.routed_scaling_factor, bias, NORM_EPSILON, self.norm_topk_prob),
@@ -65,7 +57,6 @@ class Lfm2MoeConfig(Lfm2Config):
         )
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         counts = dict[str, int]()
         words = {CONV: "short convolution", ATTENTION: "attention"}
         for index, kind in enumerate(self.layer_types):

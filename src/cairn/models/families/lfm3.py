@@ -5,11 +5,11 @@ each. The two kinds of attention turn by positions of their own, of which one is
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer, AttentionSizes
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, number, reach
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, has_layers, integer, layer_kinds, number, reach
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec
@@ -44,14 +44,12 @@ def _with_positions(raw: Mapping[str, object]) -> Fields:
     return Fields(raw if raw.get("rope_parameters") is not None else {**raw, "rope_parameters": ROPE})
 
 
-def _has(kind: str) -> Any:
-    return lambda config: kind in config.layer_types
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lfm3Config(DecoderConfig):
     """Defaults are transformers'. `conv_L_cache`: how many inputs the convolution sees; `conv_bias`: of convolution and
     projections. What a model without layers of a kind has of it is 0."""
+
+    scaling_extends: ClassVar[bool] = False
 
     layer_types: tuple[str, ...] = layer_kinds(
         MappingProxyType({CONV: CONV, WINDOWED: WINDOWED, FULL: FULL}), default=_woven
@@ -70,15 +68,10 @@ class Lfm3Config(DecoderConfig):
     conv_L_cache: int = integer(2, 64, default=7)
     conv_bias: bool = boolean(default=False)
     intermediate_size: int = integer(1, MAX_WIDTH, default=7680)
-    windowed_rope_scaling: RopeScaling | None = rope_scaling(WINDOWED_ROPE, when=_has(WINDOWED))
-    windowed_rope_theta: float = rope_theta(1e6, WINDOWED_ROPE, when=_has(WINDOWED))
-    rope_scaling: RopeScaling | None = rope_scaling(FULL_ROPE, when=_has(FULL))
-    rope_theta: float = rope_theta(1e6, FULL_ROPE, when=_has(FULL))
-
-    @property
-    def max_model_len(self) -> int:
-        """Positions of a part of each head reach no further than others."""
-        return self.max_position_embeddings
+    windowed_rope_scaling: RopeScaling | None = rope_scaling(WINDOWED_ROPE, when=has_layers(WINDOWED))
+    windowed_rope_theta: float = rope_theta(1e6, WINDOWED_ROPE, when=has_layers(WINDOWED))
+    rope_scaling: RopeScaling | None = rope_scaling(FULL_ROPE, when=has_layers(FULL))
+    rope_theta: float = rope_theta(1e6, FULL_ROPE, when=has_layers(FULL))
 
     @property
     def attention(self) -> AttentionSizes:
@@ -100,7 +93,6 @@ class Lfm3Config(DecoderConfig):
         )
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         layers = tuple(self._layers())
         after = {before: after for before, _, after in layers} if self.use_sandwich_norm else {}
         return DecoderSpec(
@@ -128,7 +120,6 @@ class Lfm3Config(DecoderConfig):
         return AttentionLayer(self.attention, f"{layer}.self_attn", ("q_norm", "k_norm"), rotary=rotary, rule=rule)
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {
             CONV: "short convolution with MLP",
             WINDOWED: "windowed attention with MLP",

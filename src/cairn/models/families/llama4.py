@@ -25,8 +25,8 @@ from cairn.models.config_schema import (
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import OUTPUT, DecoderSpec, NamedMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, GatedMLPLayer, InputScalingRule
-from cairn.models.nested_config import INNER_EOS, PREFIXES, parts_beside, text_config, text_prefix
+from cairn.models.feed_forward import ExpertsLayer, GatedMLPLayer, InputScalingRule
+from cairn.models.nested_config import INNER_EOS, PREFIXES, is_nested, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, TemperatureSpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -71,7 +71,7 @@ class Llama4Config(DecoderConfig):
     """Defaults are transformers'. `intermediate_size`: of an expert; `intermediate_size_mlp`: of a layer without
     experts; `moe_layers`: those with them; `attention_chunk_size`: 0 in a model without chunks."""
 
-    nested: ClassVar[bool] = False
+    scaling_extends: ClassVar[bool] = False
 
     layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({CHUNKED: CHUNKED, FULL: FULL}), default=_by_positions)
     kinds_agree: bool = custom(_with_kinds, fact=False)
@@ -96,19 +96,9 @@ class Llama4Config(DecoderConfig):
     num_local_experts: int = integer(1, 1 << 12, default=16)
     num_experts_per_tok: int = only(1)
     hidden_act: str = only("silu")
-
-    @property
-    def max_model_len(self) -> int:
-        """`max_position_embeddings` is the length with scaled positions already."""
-        return self.max_position_embeddings
-
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture, without the shared one."""
-        return self.mixture("intermediate_size", self.num_local_experts, 1)
+    nested: bool = is_nested()
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         prefix = text_prefix(stored, nested=self.nested)
         outer = "language_model." if prefix == PREFIXES[1] else ""
         return DecoderSpec(
@@ -138,7 +128,7 @@ class Llama4Config(DecoderConfig):
             return GatedMLPLayer(self.feed_forward("intermediate_size_mlp"), name)
         experts = f"{name}.experts"
         return ExpertsLayer(
-            sizes=self.experts,
+            sizes=self.mixture("intermediate_size", self.num_local_experts, 1),
             hidden=self.hidden_size,
             router=f"{name}.router",
             routing=InputScalingRule(),
@@ -148,18 +138,10 @@ class Llama4Config(DecoderConfig):
         )
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         attention = {CHUNKED: "chunked attention", FULL: "attention"}
         forward = ("with MLP", "with mixture of experts")
         words = [f"{attention[kind]} {forward[i in self.moe_layers]}" for i, kind in enumerate(self.layer_types)]
         return {word: words.count(word) for word in dict.fromkeys(words)}
-
-
-class NestedLlama4Config(Llama4Config):
-    """Of a model that also sees."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
 
 
 FAMILIES = (
@@ -167,7 +149,7 @@ FAMILIES = (
     Family(
         model_type="llama4",
         architecture="Llama4ForConditionalGeneration",
-        config=NestedLlama4Config,
+        config=Llama4Config,
         ignored_tensors=parts_beside("vision_model", "multi_modal_projector"),
         flatten=text_config(tied=False),
     ),

@@ -140,7 +140,6 @@ class NemotronHConfig(DecoderConfig):
         return ExpertSizes(self.n_routed_experts, self.num_experts_per_tok, expert, extra)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         names = ((f"backbone.layers.{index}", kind) for index, kind in enumerate(self.pattern))
         return DecoderSpec(
             config=self,
@@ -196,7 +195,6 @@ class NemotronHConfig(DecoderConfig):
         )
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {MAMBA: "Mamba2", ATTENTION: "attention", MLP: "MLP", MOE: "mixture of experts"}
         return {word: count for kind, word in words.items() if (count := self.pattern.count(kind))}
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cairn.models.attention import AttentionLayer
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, has_layers, integer, layer_kinds, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer
@@ -17,6 +17,8 @@ from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 
 DELTA, FULL = "linear_attention", "full_attention"
+
+_HAS_DELTA = has_layers(DELTA)
 
 DELTA_NORM_EPS = 1e-5
 """Of the norm in the delta net, whatever config.json says of the others."""
@@ -35,10 +37,6 @@ def _has_positions(fields: Fields, name: str, config: Any) -> bool:
     if "rope_theta" in rope:
         return rope["rope_theta"] is not None
     return fields.has("rope_theta") or not fields.says("rope_theta")
-
-
-def _has_delta(config: Any) -> bool:
-    return DELTA in config.layer_types
 
 
 def _turns(config: Any) -> bool:
@@ -61,19 +59,19 @@ class OlmoHybridConfig(DecoderConfig):
         MAX_HEADS,
         default=lambda config: config.num_attention_heads,
         divides="linear_num_value_heads",
-        when=_has_delta,
+        when=_HAS_DELTA,
     )
     linear_num_value_heads: int = integer(
-        1, MAX_HEADS, default=lambda config: config.num_attention_heads, when=_has_delta
+        1, MAX_HEADS, default=lambda config: config.num_attention_heads, when=_HAS_DELTA
     )
     linear_key_head_dim: int = integer(
-        1, 1 << 12, default=lambda config: int(0.75 * config.hidden_size / config.linear_num_key_heads), when=_has_delta
+        1, 1 << 12, default=lambda config: int(0.75 * config.hidden_size / config.linear_num_key_heads), when=_HAS_DELTA
     )
     linear_value_head_dim: int = integer(
-        1, 1 << 12, default=lambda config: 2 * config.linear_key_head_dim, when=_has_delta
+        1, 1 << 12, default=lambda config: 2 * config.linear_key_head_dim, when=_HAS_DELTA
     )
-    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=_has_delta)
-    linear_allow_neg_eigval: bool = boolean(default=True, when=_has_delta)
+    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=_HAS_DELTA)
+    linear_allow_neg_eigval: bool = boolean(default=True, when=_HAS_DELTA)
     intermediate_size: int = integer(1, MAX_WIDTH)
     hidden_act: str = only("silu")
 
@@ -92,7 +90,6 @@ class OlmoHybridConfig(DecoderConfig):
         )
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         rotary = RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling) if self.rope_theta else None
         layers = tuple(self._layers(stored))
         # Two of each layer: those of attention come after it and its SwiGLU.
@@ -119,7 +116,6 @@ class OlmoHybridConfig(DecoderConfig):
                 yield second, mlp
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {DELTA: "gated delta net with MLP", FULL: "attention with MLP"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 

@@ -35,7 +35,6 @@ class Qwen3Config(DecoderConfig):
     sliding_window: int | None = unread()
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
             layers=tuple(self._layers(stored)),
@@ -52,7 +51,6 @@ class Qwen3Config(DecoderConfig):
         return GatedMLPLayer(self.feed_forward("intermediate_size"), name)
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         return {"attention with MLP": len(self.layer_types)}
 
 

@@ -4,6 +4,7 @@ images are read with is in `qwen3_5_vision`."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from cairn.models.config_schema import (
     Fields,
     boolean,
     custom,
+    has_layers,
     integer,
     layer_kinds,
     only,
@@ -23,13 +25,15 @@ from cairn.models.config_schema import (
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer, SoftmaxRule
+from cairn.models.feed_forward import ExpertsLayer, GatedMLPLayer, SoftmaxRule
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
-from cairn.models.nested_config import INNER_EOS, text_config
+from cairn.models.nested_config import INNER_EOS, is_nested, text_config
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_fields, rope_scaling
 
 DELTA, FULL = "linear_attention", "full_attention"
+
+_HAS_DELTA = has_layers(DELTA)
 
 
 def _by_interval(fields: Fields) -> tuple[str, ...]:
@@ -82,16 +86,12 @@ def _normed(fields: Fields, name: str, config: Any) -> bool:
     return fields.boolean(name, default=True)
 
 
-def _has_delta(config: Any) -> bool:
-    return DELTA in config.layer_types
+HAS_SPARSE = attrgetter("sparse_layers")
 
 
-def _has_dense(config: Any) -> bool:
+def has_dense(config: Any) -> bool:
+    """Whether there are layers without a mixture of experts."""
     return len(config.sparse_layers) < len(config.layer_types)
-
-
-def _has_sparse(config: Any) -> bool:
-    return bool(config.sparse_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,6 @@ class Qwen35Config(DecoderConfig):
     `sliding_window` counts where `use_sliding_window` is true.
     """
 
-    nested: ClassVar[bool] = False
     packed: ClassVar[bool] = False
 
     layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({DELTA: DELTA, FULL: FULL}), default=_by_interval)
@@ -120,23 +119,24 @@ class Qwen35Config(DecoderConfig):
     rope_scaling: RopeScaling | None = rope_scaling(when=HAS_ATTENTION)
     mrope_section: tuple[int, int, int] | None = custom(_mrope_section, default=None, when=HAS_ATTENTION)
     # gated delta net
-    linear_num_key_heads: int = integer(1, MAX_HEADS, divides="linear_num_value_heads", when=_has_delta)
-    linear_num_value_heads: int = integer(1, MAX_HEADS, when=_has_delta)
-    linear_key_head_dim: int = integer(1, 1 << 12, when=_has_delta)
-    linear_value_head_dim: int = integer(1, 1 << 12, when=_has_delta)
-    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=_has_delta)
+    linear_num_key_heads: int = integer(1, MAX_HEADS, divides="linear_num_value_heads", when=_HAS_DELTA)
+    linear_num_value_heads: int = integer(1, MAX_HEADS, when=_HAS_DELTA)
+    linear_key_head_dim: int = integer(1, 1 << 12, when=_HAS_DELTA)
+    linear_value_head_dim: int = integer(1, 1 << 12, when=_HAS_DELTA)
+    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=_HAS_DELTA)
     # MLP and mixture of experts
-    intermediate_size: int = integer(1, MAX_WIDTH, when=_has_dense)
-    num_experts: int = integer(1, 1 << 12, when=_has_sparse)
-    num_experts_per_tok: int = integer(1, lambda config: config.num_experts, when=_has_sparse)
-    moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_sparse)
-    shared_expert_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_sparse)
-    norm_topk_prob: bool = custom(_normed, default=True, when=_has_sparse)
+    intermediate_size: int = integer(1, MAX_WIDTH, when=has_dense)
+    num_experts: int = integer(1, 1 << 12, when=HAS_SPARSE)
+    num_experts_per_tok: int = integer(1, lambda config: config.num_experts, when=HAS_SPARSE)
+    moe_intermediate_size: int = integer(1, MAX_WIDTH, when=HAS_SPARSE)
+    shared_expert_intermediate_size: int = integer(1, MAX_WIDTH, when=HAS_SPARSE)
+    norm_topk_prob: bool = custom(_normed, default=True, when=HAS_SPARSE)
     hidden_act: str = only("silu")
     attention_bias: bool = only(False)
     attn_output_gate: bool = only(True)
     use_sliding_window: bool = only(False)
     sliding_window: int | None = unread()
+    nested: bool = is_nested()
 
     @property
     def attention(self) -> AttentionSizes:
@@ -157,16 +157,6 @@ class Qwen35Config(DecoderConfig):
             eps=self.eps,
             packed=self.packed,
         )
-
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture, without the shared expert."""
-        return self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok)
-
-    @property
-    def shared(self) -> FeedForwardSizes:
-        """The shared expert, with the gate on its outcome."""
-        return self.feed_forward("shared_expert_intermediate_size", extra_weights=self.hidden_size)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`. Norms are centred, but for the one in the delta net."""
@@ -216,20 +206,20 @@ class Qwen35Config(DecoderConfig):
         if not sparse:
             return norm, GatedMLPLayer(self.feed_forward("intermediate_size"), name)
         experts, shared = f"{name}.experts", f"{name}.shared_expert"
+        sizes = self.feed_forward("shared_expert_intermediate_size", extra_weights=self.hidden_size)
         stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
         mixture = ExpertsLayer(
-            sizes=self.experts,
+            sizes=self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok),
             hidden=self.hidden_size,
             router=f"{name}.gate",
             routing=SoftmaxRule(self.norm_topk_prob),
             experts=experts,
             stacks=stacks if stacks[0] in stored else None,
-            shared=GatedMLPLayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),
+            shared=GatedMLPLayer(sizes, shared, outcome_gate=f"{shared}_gate.weight"),
         )
         return norm, mixture
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {DELTA: "gated delta net", FULL: "gated attention"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
@@ -241,20 +231,6 @@ class Qwen35MoeConfig(Qwen35Config):
     sparse_layers: tuple[int, ...] = custom(sparse_layers)
 
 
-class NestedQwen35Config(Qwen35Config):
-    """Of a model that also sees."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
-
-
-class NestedQwen35MoeConfig(Qwen35MoeConfig):
-    """Of a model that also sees."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3NextConfig(Qwen35MoeConfig):
     """Qwen3-Next's tensors and positions."""
@@ -262,10 +238,10 @@ class Qwen3NextConfig(Qwen35MoeConfig):
     packed: ClassVar[bool] = True
 
     mrope_section: None = custom(lambda fields, name, config: None, default=None)
-    norm_topk_prob: bool = boolean(default=True, when=_has_sparse)
+    norm_topk_prob: bool = boolean(default=True, when=HAS_SPARSE)
 
 
-def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> Family:
+def _family(model_type: str, architecture: str, config: type[Qwen35Config], *, nested: bool = False) -> Family:
     return Family(
         model_type=model_type,
         architecture=architecture,
@@ -273,15 +249,15 @@ def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> F
         float32_tensors=("A_log", "dt_bias"),
         # Multi-token prediction may not be served; the vision tower is loaded by itself, where there are images to see.
         ignored_tensors=("mtp.", "model.visual."),
-        flatten=text_config(tied=False) if config.nested else Fields,
+        flatten=text_config(tied=False) if nested else Fields,
         reads_images=True,
     )
 
 
 FAMILIES = (
-    _family("qwen3_5", "Qwen3_5ForConditionalGeneration", NestedQwen35Config),
+    _family("qwen3_5", "Qwen3_5ForConditionalGeneration", Qwen35Config, nested=True),
     _family("qwen3_5_text", "Qwen3_5ForCausalLM", Qwen35Config),
-    _family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", NestedQwen35MoeConfig),
+    _family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", Qwen35MoeConfig, nested=True),
     _family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", Qwen35MoeConfig),
     _family("qwen3_next", "Qwen3NextForCausalLM", Qwen3NextConfig),
 )

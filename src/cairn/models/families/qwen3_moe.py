@@ -4,25 +4,16 @@ hit."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
 from cairn.models.config_schema import boolean, custom, integer
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, head_dim_by_hidden_size
 from cairn.models.families import qwen3
 from cairn.models.families.qwen3 import Qwen3Config
-from cairn.models.families.qwen3_5 import sparse_layers
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SoftmaxRule
+from cairn.models.families.qwen3_5 import HAS_SPARSE, has_dense, sparse_layers
+from cairn.models.feed_forward import ExpertsLayer, SoftmaxRule
 from cairn.models.random_weights.recipe import by_size
 from cairn.models.weight_specs import MixerSpec
-
-
-def _has_dense(config: Any) -> bool:
-    return len(config.sparse_layers) < len(config.layer_types)
-
-
-def _has_sparse(config: Any) -> bool:
-    return bool(config.sparse_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +22,11 @@ class Qwen3MoeConfig(Qwen3Config):
 
     head_dim: int = integer(1, 1 << 12, default=head_dim_by_hidden_size)
     sparse_layers: tuple[int, ...] = custom(sparse_layers)
-    intermediate_size: int = integer(1, MAX_WIDTH, when=_has_dense)
-    num_experts: int = integer(1, 1 << 12, default=128, names=("num_experts", "num_local_experts"), when=_has_sparse)
-    num_experts_per_tok: int = integer(1, lambda config: config.num_experts, default=8, when=_has_sparse)
-    moe_intermediate_size: int = integer(1, MAX_WIDTH, default=768, when=_has_sparse)
-    norm_topk_prob: bool = boolean(default=False, when=_has_sparse)
-
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture."""
-        return self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok)
+    intermediate_size: int = integer(1, MAX_WIDTH, when=has_dense)
+    num_experts: int = integer(1, 1 << 12, default=128, names=("num_experts", "num_local_experts"), when=HAS_SPARSE)
+    num_experts_per_tok: int = integer(1, lambda config: config.num_experts, default=8, when=HAS_SPARSE)
+    moe_intermediate_size: int = integer(1, MAX_WIDTH, default=768, when=HAS_SPARSE)
+    norm_topk_prob: bool = boolean(default=False, when=HAS_SPARSE)
 
     def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
         """Experts are published as a tensor for each expert and matrix; programs that keep them as stacks write those,
@@ -50,7 +36,7 @@ class Qwen3MoeConfig(Qwen3Config):
         experts = f"{name}.experts"
         stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
         return ExpertsLayer(
-            sizes=self.experts,
+            sizes=self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok),
             hidden=self.hidden_size,
             router=f"{name}.gate",
             routing=SoftmaxRule(self.norm_topk_prob),
@@ -59,7 +45,6 @@ class Qwen3MoeConfig(Qwen3Config):
         )
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         sparse = len(self.sparse_layers)
         words = {"attention with mixture of experts": sparse, "attention with MLP": len(self.layer_types) - sparse}
         return {word: count for word, count in words.items() if count}

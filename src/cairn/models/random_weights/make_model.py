@@ -20,52 +20,14 @@ from safetensors.torch import save_file
 
 from cairn.errors import ConfigError
 from cairn.models import qwen3_5_vision
-from cairn.models.families import (
-    falcon_h1,
-    family_of,
-    gemma,
-    gemma4,
-    gpt_oss,
-    granite,
-    granitemoehybrid,
-    lfm2,
-    lfm2_moe,
-    lfm3,
-    llama4,
-    nemotron_h,
-    olmo_hybrid,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-)
+from cairn.models.families import FAMILY_RECIPES, family_of
 from cairn.models.random_weights.make_tokenizer import CHAT_TEMPLATE, END_OF_MESSAGE, END_OF_TEXT, make_tokenizer
 from cairn.models.random_weights.recipe import SIZES, CheckpointOptions, Recipe, Size
 
 SavedDType = Literal["float32", "bfloat16"]
 
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {
-        "nemotron_h": nemotron_h.RECIPE,
-        "qwen3_5": qwen3_5.DENSE_RECIPE,
-        "qwen3_5_moe": qwen3_5.MOE_RECIPE,
-        "qwen3_5_vl": qwen3_5_vision.RECIPE,
-        "granitemoehybrid": granitemoehybrid.RECIPE,
-        "falcon_h1": falcon_h1.RECIPE,
-        "lfm2": lfm2.RECIPE,
-        "qwen3": qwen3.RECIPE,
-        "olmo_hybrid": olmo_hybrid.RECIPE,
-        "lfm2_moe": lfm2_moe.RECIPE,
-        "qwen3_moe": qwen3_moe.RECIPE,
-        "granite": granite.RECIPE,
-        "gemma4": gemma4.RECIPE,
-        "gemma3": gemma.GEMMA3_RECIPE,
-        "gemma2": gemma.GEMMA2_RECIPE,
-        "lfm3": lfm3.RECIPE,
-        "llama4": llama4.RECIPE,
-        "gpt_oss": gpt_oss.RECIPE,
-    }
-)
-"""The families that can be made, one line each."""
+RECIPES: Mapping[str, Recipe] = MappingProxyType({**FAMILY_RECIPES, "qwen3_5_vl": qwen3_5_vision.RECIPE})
+"""The families that can be made, and the one whose checkpoints have a vision tower, too."""
 
 MADE_FAMILIES = tuple(RECIPES)
 VOCAB_SIZE = 4096

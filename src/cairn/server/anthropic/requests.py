@@ -18,16 +18,15 @@ from cairn.server.openai.field_types import (
     in_range,
     kind_discriminator,
 )
-from cairn.server.openai.messages import MAX_MESSAGES, MAX_TOOLS, CacheControl, HostedType
+from cairn.server.openai.messages import MAX_MESSAGES, MAX_TOOLS, Cacheable, HostedType
 from cairn.server.openai.requests import TemplateKwargs
 
 
-class TextBlock(TypedDict):
+class TextBlock(Cacheable):
     """Text. Citations are not read."""
 
     type: Literal["text"]
     text: Unicode
-    cache_control: NotRequired[CacheControl | None]
 
 
 class Base64Source(TypedDict):
@@ -45,12 +44,11 @@ class UrlSource(TypedDict):
     url: Text
 
 
-class ImageBlock(TypedDict):
+class ImageBlock(Cacheable):
     """An image."""
 
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
-    cache_control: NotRequired[CacheControl | None]
 
 
 class TextSource(TypedDict):
@@ -79,42 +77,38 @@ class ContentSource(TypedDict):
     ]
 
 
-class DocumentBlock(TypedDict):
+class DocumentBlock(Cacheable):
     """A document of text, after its title and what it is about. Citations are not made."""
 
     type: Literal["document"]
     source: Annotated[TextSource | FileSource | ContentSource, Field(discriminator="type")]
     title: NotRequired[Unicode | None]
     context: NotRequired[Unicode | None]
-    cache_control: NotRequired[CacheControl | None]
 
 
-class SearchResultBlock(TypedDict):
+class SearchResultBlock(Cacheable):
     """What a search has found: the text after its title and where it is from."""
 
     type: Literal["search_result"]
     source: Unicode
     title: Unicode
     content: list[TextBlock]
-    cache_control: NotRequired[CacheControl | None]
 
 
-class ToolReferenceBlock(TypedDict):
+class ToolReferenceBlock(Cacheable):
     """The name of a tool that was looked for."""
 
     type: Literal["tool_reference"]
     tool_name: Text
-    cache_control: NotRequired[CacheControl | None]
 
 
-class ToolUseBlock(TypedDict):
+class ToolUseBlock(Cacheable):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1, max_length=256)]
     name: Text
     input: dict[str, Any] | None
-    cache_control: NotRequired[CacheControl | None]
 
 
 ResultContent: TypeAlias = Annotated[
@@ -132,14 +126,13 @@ ResultContent: TypeAlias = Annotated[
 ]
 
 
-class ToolResultBlock(TypedDict):
+class ToolResultBlock(Cacheable):
     """What a tool call of the message before has given."""
 
     type: Literal["tool_result"]
     tool_use_id: Annotated[str, Field(min_length=1, max_length=256)]
     content: NotRequired[ResultContent | None]
     is_error: NotRequired[bool | None]
-    cache_control: NotRequired[CacheControl | None]
 
 
 class ThinkingBlock(TypedDict):
@@ -215,7 +208,7 @@ class SystemMessage(TypedDict):
 AnthropicMessage: TypeAlias = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
-class AnthropicTool(TypedDict):
+class AnthropicTool(Cacheable):
     """What the model may call."""
 
     type: NotRequired[Literal["custom"] | None]
@@ -223,7 +216,6 @@ class AnthropicTool(TypedDict):
     description: NotRequired[Unicode | None]
     input_schema: dict[str, Any]
     strict: NotRequired[bool | None]
-    cache_control: NotRequired[CacheControl | None]
 
 
 class HostedTool(TypedDict):

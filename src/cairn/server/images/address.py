@@ -21,7 +21,6 @@ class Resolver(Protocol):
 
     async def addresses(self, host: str, port: int) -> list[str]:
         """All addresses of a host. Raises OSError or UnicodeError if there are none."""
-        ...
 
 
 class SystemResolver:

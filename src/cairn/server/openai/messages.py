@@ -31,36 +31,38 @@ class CacheControl(TypedDict):
     ttl: NotRequired[Literal["5m", "1h"] | None]
 
 
-class TextPart(TypedDict):
+class Cacheable(TypedDict):
+    """What may end a part of the prompt that is to be kept."""
+
+    cache_control: NotRequired[CacheControl | None]
+
+
+class TextPart(Cacheable):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: Unicode
-    cache_control: NotRequired[CacheControl | None]
 
 
-class ItemTextPart(TypedDict):
+class ItemTextPart(Cacheable):
     """The same under the Responses API's names."""
 
     type: Literal["input_text", "output_text"]
     text: Unicode
-    cache_control: NotRequired[CacheControl | None]
 
 
-class RefusalPart(TypedDict):
+class RefusalPart(Cacheable):
     """What an assistant has said in the place of an answer: text like any other."""
 
     type: Literal["refusal"]
     refusal: Unicode
-    cache_control: NotRequired[CacheControl | None]
 
 
-class ThinkingPart(TypedDict):
+class ThinkingPart(Cacheable):
     """What an assistant has thought aloud: text like any other, as in vLLM."""
 
     type: Literal["thinking"]
     thinking: Unicode
-    cache_control: NotRequired[CacheControl | None]
 
 
 class ImageUrl(TypedDict):
@@ -69,16 +71,15 @@ class ImageUrl(TypedDict):
     url: NotRequired[Text | None]
 
 
-class ImagePart(TypedDict):
+class ImagePart(Cacheable):
     """An image in a message's content. `uuid`: a name for it, by which alone it may be sent again."""
 
     type: Literal["image_url"]
     image_url: NotRequired[ImageUrl | None]
     uuid: NotRequired[Text | None]
-    cache_control: NotRequired[CacheControl | None]
 
 
-class InputImagePart(TypedDict):
+class InputImagePart(Cacheable):
     """The same as the Responses API has it, or as chats have it."""
 
     type: Literal["input_image"]
@@ -89,7 +90,6 @@ class InputImagePart(TypedDict):
         ]
     ]
     uuid: NotRequired[Text | None]
-    cache_control: NotRequired[CacheControl | None]
 
 
 class FileContent(TypedDict):
@@ -99,20 +99,18 @@ class FileContent(TypedDict):
     filename: NotRequired[Unicode | None]
 
 
-class FilePart(TypedDict):
+class FilePart(Cacheable):
     """A file in a message's content."""
 
     type: Literal["file"]
     file: FileContent
-    cache_control: NotRequired[CacheControl | None]
 
 
-class InputFilePart(FileContent):
+class InputFilePart(FileContent, Cacheable):
     """The same as the Responses API has it; `file_url` may be a data URL."""
 
     type: Literal["input_file"]
     file_url: NotRequired[Unicode | None]
-    cache_control: NotRequired[CacheControl | None]
 
 
 def _plain_part(part: Any) -> Any:
@@ -218,22 +216,20 @@ HostedType: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0
 """The type of a tool that OpenAI or Anthropic run themselves, or that only their models know."""
 
 
-class Function(TypedDict):
+class Function(Cacheable):
     """A tool's name, its description, and the JSON schema of its parameters."""
 
     name: Text
     description: NotRequired[Unicode | None]
     parameters: NotRequired[dict[str, Any] | None]
     strict: NotRequired[bool | None]
-    cache_control: NotRequired[CacheControl | None]
 
 
-class Tool(TypedDict):
+class Tool(Cacheable):
     """A tool that the model may call."""
 
     type: Literal["function"]
     function: Function
-    cache_control: NotRequired[CacheControl | None]
 
 
 def as_sent(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:

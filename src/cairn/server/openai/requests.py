@@ -115,59 +115,64 @@ class RepetitionFields(BaseModel):
     min_count: Int64 | None = Field(None, json_schema_extra={"minimum": 0})
 
 
-class SamplingFields(BaseModel):
-    """The fields that completions and chats share. `priority`: smaller ones first. `truncation_side`: which end of the
-    prompt `truncate_prompt_tokens` cuts off, the left one unless given. `return_tokens_as_token_ids`: log-probabilities
-    call a token `token_id:5`; as the server's flag says unless given. `stream_interval`: how many tokens of an answer
-    are sent together; the first one and the last ones come at once. `logprob_token_ids`: tokens whose log-probabilities
-    are told instead of those of the likeliest ones. `thinking_token_budget`: most tokens of the reasoning, which is
-    then ended; -1 for no bound. `length_penalty` and `spaces_between_special_tokens` change nothing."""
+class SharedFields(BaseModel):
+    """The fields that completions, chats and responses share. `priority`: smaller ones first."""
 
     model_config = LENIENT
 
     model: ModelName | None = None
-    max_tokens: Int64 | None = in_range("max_tokens")
     temperature: float | None = in_range("temperature")
     top_p: float | None = in_range("top_p")
     top_k: Int64 | None = Field(None, json_schema_extra={"minimum": -1, "maximum": RANGES["top_k"].high})
+    min_p: float | None = in_range("min_p")
     seed: Int64 | None = None
     stop: Stops | None = None
     stop_token_ids: TokenIds | None = in_range("stop_token_ids")
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
-    spaces_between_special_tokens: bool | None = True
-    length_penalty: float | None = None
     ignore_eos: bool | None = False
-    n: Int64 | None = in_range("n")
-    min_tokens: Int64 | None = in_range("min_tokens")
-    min_p: float | None = in_range("min_p")
     frequency_penalty: float | None = in_range("frequency_penalty")
     presence_penalty: float | None = in_range("presence_penalty")
     repetition_penalty: float | None = in_range("repetition_penalty")
     logit_bias: dict[TokenKey, BiasValue] | None = in_range("logit_bias")
+    priority: Int64 | None = in_range("priority")
+    cache_salt: CacheSalt | None = in_range("cache_salt")
+    stream: bool | None = False
+    kv_transfer_params: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prompt_cache_key: str | None = None
+    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
+    vllm_xargs: ExtraArgs | None = None
+
+
+class SamplingFields(SharedFields):
+    """Those that completions and chats share besides. `truncation_side`: which end of the prompt
+    `truncate_prompt_tokens` cuts off, the left one unless given. `return_tokens_as_token_ids`: log-probabilities call a
+    token `token_id:5`; as the server's flag says unless given. `stream_interval`: how many tokens of an answer are sent
+    together; the first one and the last ones come at once. `logprob_token_ids`: tokens whose log-probabilities are told
+    instead of those of the likeliest ones. `thinking_token_budget`: most tokens of the reasoning, which is then ended;
+    -1 for no bound. `length_penalty` and `spaces_between_special_tokens` change nothing."""
+
+    max_tokens: Int64 | None = in_range("max_tokens")
+    spaces_between_special_tokens: bool | None = True
+    length_penalty: float | None = None
+    n: Int64 | None = in_range("n")
+    min_tokens: Int64 | None = in_range("min_tokens")
     allowed_token_ids: TokenIds | None = in_range("allowed_token_ids")
     bad_words: list[BadWord] | None = Field(None, max_length=MAX_BAD_WORDS)
     truncate_prompt_tokens: TruncateTo | None = None
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: NumLogprobs | None = None
     logprob_token_ids: TokenIds | None = in_range("logprob_token_ids")
-    priority: Int64 | None = in_range("priority")
-    cache_salt: CacheSalt | None = in_range("cache_salt")
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
     stream_interval: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = None
-    kv_transfer_params: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema = None
     guided_regex: Text | None = None
     guided_choice: Choices = None
     guided_grammar: Text | None = None
-    prompt_cache_key: str | None = None
-    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
-    vllm_xargs: ExtraArgs | None = None
     repetition_detection: RepetitionFields | None = None
     thinking_token_budget: Int64 | None = Field(None, json_schema_extra={"minimum": -1, "maximum": (1 << 31) - 1})
 

@@ -4,22 +4,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, Tag, WrapValidator
+from pydantic import BeforeValidator, Field, Tag, WrapValidator
 from typing_extensions import TypedDict
 
-from cairn.engine.contract import RANGES
 from cairn.server.openai.field_types import (
-    LENIENT,
-    BiasValue,
-    CacheSalt,
     Int64,
     JsonSchema,
-    ModelName,
     NumLogprobs,
-    Stops,
     Text,
-    TokenIds,
-    TokenKey,
     Unicode,
     in_range,
     kind_discriminator,
@@ -27,7 +19,7 @@ from cairn.server.openai.field_types import (
 from cairn.server.openai.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    CacheControl,
+    Cacheable,
     HostedType,
     InputFilePart,
     ItemTextPart,
@@ -36,8 +28,7 @@ from cairn.server.openai.messages import (
     as_sent,
     kind_of_tool_choice,
 )
-from cairn.server.openai.requests import ExtraArgs, ProcessorFields, ReasoningEffort, TemplateKwargs
-from cairn.server.openai.structured_outputs import StructuredOutputs
+from cairn.server.openai.requests import ProcessorFields, ReasoningEffort, SharedFields, TemplateKwargs
 
 _MAX_PAIRS = 16
 _NOTHING = (
@@ -61,13 +52,12 @@ ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 # -- input -------------------------------------------------------------------------------------------------------------
 
 
-class InputImage(TypedDict):
+class InputImage(Cacheable):
     """An image: a data URI, http or https. `detail` changes nothing."""
 
     type: Literal["input_image"]
     image_url: Text
     detail: NotRequired[Literal["auto", "low", "high", "original"] | None]
-    cache_control: NotRequired[CacheControl | None]
 
 
 InputPart: TypeAlias = Annotated[TextPart | ItemTextPart | InputImage | InputFilePart, Field(discriminator="type")]
@@ -76,7 +66,14 @@ MessagePart: TypeAlias = Annotated[
 ]
 
 
-class MessageItem(TypedDict):
+class Item(TypedDict):
+    """What items of inputs and outputs have in common."""
+
+    id: NotRequired[ItemId | None]
+    status: NotRequired[ItemStatus | None]
+
+
+class MessageItem(Item):
     """A message. `developer` means `system`; images are the user's, refusals the assistant's. The assistant's as the
     last item, with a status that is not completed, is what the answer begins with."""
 
@@ -86,8 +83,6 @@ class MessageItem(TypedDict):
         Annotated[Unicode, Tag("text")] | Annotated[list[MessagePart], Tag("list")],
         kind_discriminator("text or a list of parts"),
     ]
-    id: NotRequired[ItemId | None]
-    status: NotRequired[ItemStatus | None]
 
 
 ToolOutput: TypeAlias = Annotated[
@@ -99,7 +94,7 @@ ToolOutput: TypeAlias = Annotated[
 """An object is its JSON."""
 
 
-class FunctionCallItem(TypedDict):
+class FunctionCallItem(Item):
     """A tool call of an earlier answer. `arguments`: JSON; of a call that was cut off they are none."""
 
     type: Literal["function_call"]
@@ -107,21 +102,17 @@ class FunctionCallItem(TypedDict):
     name: Text
     namespace: NotRequired[Unicode | None]
     arguments: Unicode | None
-    id: NotRequired[ItemId | None]
-    status: NotRequired[ItemStatus | None]
 
 
-class FunctionCallOutputItem(TypedDict):
+class FunctionCallOutputItem(Item):
     """What a tool call has given."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: ItemId
     output: ToolOutput
-    id: NotRequired[ItemId | None]
-    status: NotRequired[ItemStatus | None]
 
 
-class CustomToolCallItem(TypedDict):
+class CustomToolCallItem(Item):
     """A call of a custom tool."""
 
     type: Literal["custom_tool_call"]
@@ -129,8 +120,6 @@ class CustomToolCallItem(TypedDict):
     name: Text
     namespace: NotRequired[Unicode | None]
     input: Unicode
-    id: NotRequired[ItemId | None]
-    status: NotRequired[ItemStatus | None]
 
 
 class ShellAction(TypedDict):
@@ -144,24 +133,20 @@ class ShellAction(TypedDict):
     working_directory: NotRequired[Unicode | None]
 
 
-class LocalShellCallItem(TypedDict):
+class LocalShellCallItem(Item):
     """A call of the local shell; without `call_id` its `id` is what the output names."""
 
     type: Literal["local_shell_call"]
     action: ShellAction
     call_id: NotRequired[ItemId | None]
-    id: NotRequired[ItemId | None]
-    status: NotRequired[ItemStatus | None]
 
 
-class LocalShellOutputItem(TypedDict):
+class LocalShellOutputItem(Item):
     """What it has given. `id`: that of the call, where there is no `call_id`."""
 
     type: Literal["local_shell_call_output"]
     output: ToolOutput
     call_id: NotRequired[ItemId | None]
-    id: NotRequired[ItemId | None]
-    status: NotRequired[ItemStatus | None]
 
 
 _HostedItemType: TypeAlias = Literal[
@@ -202,16 +187,14 @@ class ReasoningText(TypedDict):
     text: Unicode
 
 
-class ReasoningItem(TypedDict):
+class ReasoningItem(Item):
     """Reasoning of an earlier answer; without `content`, what this server has encrypted is read, and without that the
     summary. What others have encrypted is left out."""
 
     type: Literal["reasoning"]
-    id: NotRequired[ItemId | None]
     summary: NotRequired[list[ReasoningText] | None]
     content: NotRequired[list[ReasoningText] | None]
     encrypted_content: NotRequired[Unicode | None]
-    status: NotRequired[ItemStatus | None]
 
 
 class ItemReference(TypedDict):
@@ -247,7 +230,7 @@ InputItem: TypeAlias = Annotated[
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-class FunctionTool(TypedDict):
+class FunctionTool(Cacheable):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -255,7 +238,6 @@ class FunctionTool(TypedDict):
     description: NotRequired[Unicode | None]
     parameters: NotRequired[dict[str, Any] | None]
     strict: NotRequired[bool | None]
-    cache_control: NotRequired[CacheControl | None]
 
 
 class GrammarFormat(TypedDict):
@@ -272,14 +254,13 @@ class AnyTextFormat(TypedDict):
     type: Literal["text"]
 
 
-class CustomTool(TypedDict):
+class CustomTool(Cacheable):
     """A tool that is called with a text: a function with one text, `input`, to the model."""
 
     type: Literal["custom"]
     name: Text
     description: NotRequired[Unicode | None]
     format: NotRequired[Annotated[GrammarFormat | AnyTextFormat, Field(discriminator="type")] | None]
-    cache_control: NotRequired[CacheControl | None]
 
 
 class LocalShellTool(TypedDict):
@@ -432,7 +413,7 @@ class ResponsesStreamOptions(TypedDict):
     include_obfuscation: NotRequired[bool | None]
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(SharedFields):
     """POST /v1/responses.
 
     `enable_response_messages`: the response has prompt and answer as the model has seen and written them.
@@ -440,9 +421,6 @@ class ResponsesRequest(BaseModel):
     `safety_identifier` and `service_tier` change nothing either. `prompt_cache_key`: as in chats.
     """
 
-    model_config = LENIENT
-
-    model: ModelName | None = None
     input: Annotated[
         Annotated[Text, Tag("text")]
         | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES), Tag("list")],
@@ -452,7 +430,6 @@ class ResponsesRequest(BaseModel):
     previous_response_id: ItemId | None = None
     background: bool | None = False
     store: bool | None = True
-    stream: bool | None = False
     stream_options: ResponsesStreamOptions | None = None
     tools: list[ResponsesTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ResponsesToolChoice | None = None
@@ -464,31 +441,10 @@ class ResponsesRequest(BaseModel):
     include: list[Includable] | None = Field(None, max_length=16)
     truncation: Literal["auto", "disabled"] | None = "disabled"
     max_output_tokens: Int64 | None = in_range("max_tokens")
-    temperature: float | None = in_range("temperature")
-    top_p: float | None = in_range("top_p")
-    top_k: Int64 | None = Field(None, json_schema_extra={"minimum": -1, "maximum": RANGES["top_k"].high})
-    min_p: float | None = in_range("min_p")
     top_logprobs: NumLogprobs | None = None
     enable_response_messages: bool | None = False
-    frequency_penalty: float | None = in_range("frequency_penalty")
-    presence_penalty: float | None = in_range("presence_penalty")
-    repetition_penalty: float | None = in_range("repetition_penalty")
-    logit_bias: dict[TokenKey, BiasValue] | None = in_range("logit_bias")
-    seed: Int64 | None = None
-    stop: Stops | None = None
-    stop_token_ids: TokenIds | None = in_range("stop_token_ids")
-    ignore_eos: bool | None = False
-    skip_special_tokens: bool | None = True
-    include_stop_str_in_output: bool | None = False
-    structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     mm_processor_kwargs: ProcessorFields | None = None
-    priority: Int64 | None = in_range("priority")
-    cache_salt: CacheSalt | None = in_range("cache_salt")
-    kv_transfer_params: dict[str, Any] | None = None
-    vllm_xargs: ExtraArgs | None = None
-    request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
-    prompt_cache_key: str | None = None
     user: str | None = Field(None, max_length=256)
     safety_identifier: str | None = Field(None, max_length=256)
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None

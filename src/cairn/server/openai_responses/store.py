@@ -42,22 +42,17 @@ class StoredResponse:
 class ResponseStore:
     """Responses by owner and id. Nobody finds those of another owner.
 
-    `max_responses`: kept at most; `max_bytes`: of their JSON together.
+    `max_responses`: kept at most; `max_bytes`: of their JSON together, which has `num_bytes`.
     """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._stored: OrderedDict[tuple[Owner, str], StoredResponse] = OrderedDict()
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._stored)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the JSON of all that is kept."""
-        return self._num_bytes
 
     def can_hold(self, num_bytes: int) -> bool:
         """Whether a response of so many bytes can be kept, all others gone."""
@@ -69,10 +64,10 @@ class ResponseStore:
             return
         replaced = self._stored.pop((owner, response_id), None)
         self._stored[owner, response_id] = stored
-        self._num_bytes += stored.num_bytes - (0 if replaced is None else replaced.num_bytes)
-        while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
+        self.num_bytes += stored.num_bytes - (0 if replaced is None else replaced.num_bytes)
+        while len(self._stored) > self._max_responses or self.num_bytes > self._max_bytes:
             _, dropped = self._stored.popitem(last=False)
-            self._num_bytes -= dropped.num_bytes
+            self.num_bytes -= dropped.num_bytes
 
     def get(self, owner: Owner, response_id: str, param: str = "response_id") -> StoredResponse:
         """Raises NotFound for what is not kept, or belongs to somebody else. `param`: the field that names it."""
@@ -94,5 +89,5 @@ class ResponseStore:
 
     def delete(self, owner: Owner, response_id: str) -> None:
         """Raises NotFound."""
-        self._num_bytes -= self.get(owner, response_id).num_bytes
+        self.num_bytes -= self.get(owner, response_id).num_bytes
         del self._stored[owner, response_id]

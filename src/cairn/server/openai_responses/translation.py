@@ -10,7 +10,7 @@ from cairn.errors import InvalidRequest
 from cairn.http.handover import ITEM_ID
 from cairn.server.chat_translation import ChatTranslation, mark_of
 from cairn.server.openai.engine_request import encode_json
-from cairn.server.openai.requests import refuse_unsupported
+from cairn.server.openai.requests import SharedFields, refuse_unsupported
 from cairn.server.openai_responses.requests import HOSTED_ITEMS, UNSUPPORTED, ResponsesRequest
 from cairn.server.openai_responses.tools import ToolTable
 
@@ -27,12 +27,7 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
 )
 """Fields of chats under the names that they have here."""
 
-_SAME_FIELDS = (
-    *("model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "priority"),
-    *("skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "cache_salt", "kv_transfer_params"),
-    *("request_id", "prompt_cache_key", "chat_template_kwargs", "vllm_xargs", "mm_processor_kwargs"),
-)
+_SAME_FIELDS = (*SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "mm_processor_kwargs")
 _ITEM_FIELDS = frozenset(
     (
         *("type", "id", "status", "role", "content", "call_id", "name", "arguments", "output", "summary"),

@@ -9,20 +9,12 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from cairn.server.parsers.output_parser import (
-    State,
-    ToolParser,
-    count_partial_tag,
-    describe_call,
-)
-from cairn.server.parsers.values import dump_json
+from cairn.server.parsers.output_parser import State, count_partial_tag, describe_call
+from cairn.server.parsers.whole_values import WholeValueParser
 
 REASONING_START, REASONING_END = "<|channel>thought", "<channel|>"
 
 QUOTE = '<|"|>'
-
-MAX_VALUE = 1 << 20
-"""Characters of one value; a call with a longer one is broken."""
 
 _MAX_DEPTH = 64
 
@@ -53,14 +45,12 @@ _SIGNS = MappingProxyType(
 _SCALAR_END = re.compile(r"[,\]}]|\Z")
 
 
-class Gemma4ToolParser(ToolParser):
+class Gemma4ToolParser(WholeValueParser):
     """Each value is read when it is complete: a text in the model's own quotes or in JSON's, a list, an object, or else
     what JSON makes of it, or the text itself. The bracket that closes the call may be missing before the call's end."""
 
     opening_tags = ("<|tool_call>",)
     closing_tag = "<tool_call|>"
-
-    _num_scanned, _quote, _depth = 0, "", 0  # of the value that is to be complete
 
     @classmethod
     def describe_calls(cls, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -91,35 +81,16 @@ class Gemma4ToolParser(ToolParser):
         except ValueError:
             return self._break_call()
         self._take(key.end())
-        self._write_argument_name(name)
-        self._expect_value()
-        self._state = self._parse_value
-        return True
+        return self._expect_value(name)
 
-    def _expect_value(self) -> None:
-        self._num_scanned, self._quote, self._depth = 0, "", 0
+    def _read_value(self, text: str) -> Any:
+        value, end = _read(text, 0, 0)
+        if text[end:].strip():
+            raise ValueError("text behind a value")
+        return value
 
-    def _parse_value(self, final: bool) -> bool:
-        end = self._find_value_end()
-        if (len(self._text) if end is None else end) > MAX_VALUE:
-            return self._break_call()
-        if end is None and not self._must_decide(final):
-            return False
-        try:
-            value = _read_value(self._text[:end])
-        except (ValueError, RecursionError):
-            return self._break_call()
-        self._write_arguments(dump_json(value))
-        self._take(len(self._text) if end is None else end)
-        if end is None:
-            # The answer ended after a whole value: only what closes the call is missing.
-            return self._close_call()
-        self._take(1 if self._text.startswith(",") else 0)
-        self._state = self._parse_key
-        return True
-
-    def _find_value_end(self) -> int | None:
-        """Where the comma or the bracket after the value is, or the call's end; goes on where it stopped before."""
+    def _find_value_end(self, final: bool) -> int | None:
+        """Or where the call's end is."""
         text = self._text
         while (match := _SIGNS[self._quote].search(text, self._num_scanned)) is not None:
             sign = match[0]
@@ -138,19 +109,6 @@ class Gemma4ToolParser(ToolParser):
             kept = int(text.endswith("\\", self._num_scanned))
         self._num_scanned = max(self._num_scanned, len(text) - kept)
         return None
-
-    def _close_call(self) -> bool:
-        self._write_arguments("}")
-        self._end_call(self._parse_tail)
-        return True
-
-
-def _read_value(text: str) -> Any:
-    """A whole value. Raises ValueError where it is none."""
-    value, end = _read(text, 0, 0)
-    if text[end:].strip():
-        raise ValueError("text behind a value")
-    return value
 
 
 def _read(text: str, start: int, depth: int) -> tuple[Any, int]:

@@ -9,10 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from cairn.server.parsers.json_tool_parser import JsonToolParser
-from cairn.server.parsers.values import dump_json, parse_literal
-
-MAX_VALUE = 1 << 20
-"""Characters of one value; a call with a longer one is broken."""
+from cairn.server.parsers.values import parse_literal
+from cairn.server.parsers.whole_values import WholeValueParser
 
 _NAME, _KEY = r"[A-Za-z_][\w.\-]{0,255}", r"[^\W\d]\w{0,255}"
 _HEAD = re.compile(rf"\s{{0,64}}({_NAME})\s{{0,8}}\((?=\s{{0,64}}(?:\)|{_KEY}\s{{0,8}}=))")
@@ -28,14 +26,12 @@ _ARGUMENTS_FORM = rf"(?:{_STRING_FORM}|[^\"'()])*"
 """Arguments within a structural tag: brackets, with which another call could begin, are in strings only."""
 
 
-class Lfm2ToolParser(JsonToolParser):
+class Lfm2ToolParser(WholeValueParser, JsonToolParser):
     """Each value is a literal, read when it is complete. The list's brackets may be missing, and calls may be in
     JSON, as LFM2 can be told to write them. The head of a call goes up to its first parameter's name."""
 
     opening_tags = ("<|tool_call_start|>",)
     closing_tag = "<|tool_call_end|>"
-
-    _num_scanned, _quote, _depth = 0, "", 0  # of the value that is to be complete
 
     @classmethod
     def describe_calls(cls, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -60,51 +56,24 @@ class Lfm2ToolParser(JsonToolParser):
 
     def _parse_other_call(self, final: bool) -> bool:
         self._closes_object = False
-        return self._parse_call_head(final, _HEAD, _HEAD_START, self._parse_keyword)
+        return self._parse_call_head(final, _HEAD, _HEAD_START, self._parse_key)
 
-    def _parse_keyword(self, final: bool) -> bool:
+    def _parse_key(self, final: bool) -> bool:
         """The name of a parameter, or the call's end."""
         end = _END.match(self._text)
         if end is not None:
             self._take(end.end())
-            self._write_arguments("}")
-            self._end_call(self._parse_tail)
-            return True
+            return self._close_call()
         keyword = _KEYWORD.match(self._text)
         if keyword is None:
             return _KEYWORD_START.fullmatch(self._text) is None and self._break_call()
         self._take(keyword.end())
-        self._write_argument_name(keyword[1])
-        self._expect_value()
-        self._state = self._parse_value
-        return True
+        return self._expect_value(keyword[1])
 
-    def _expect_value(self) -> None:
-        self._num_scanned, self._quote, self._depth = 0, "", 0
-
-    def _parse_value(self, final: bool) -> bool:
-        end = self._find_value_end(final)
-        if (end is None and len(self._text) > MAX_VALUE) or (end is not None and end > MAX_VALUE):
-            return self._break_call()
-        if end is None and not self._must_decide(final):
-            return False
-        try:
-            value = parse_literal(self._text[:end])
-        except ValueError:
-            return self._break_call()
-        self._write_arguments(dump_json(value))
-        if end is None:
-            # The answer ended after a whole value: only what closes the call is missing.
-            self._take(len(self._text))
-            self._write_arguments("}")
-            self._end_call(self._parse_tail)
-            return True
-        self._take(end + (self._text[end] == ","))
-        self._state = self._parse_keyword
-        return True
+    def _read_value(self, text: str) -> Any:
+        return parse_literal(text)
 
     def _find_value_end(self, final: bool) -> int | None:
-        """Where the comma or the bracket after the value is; goes on where it stopped before."""
         text = self._text
         while True:
             signs = _STRING_SIGNS[self._quote] if self._quote else _SIGN
