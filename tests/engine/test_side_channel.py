@@ -190,10 +190,11 @@ def test_a_changed_byte_ends_the_connection_and_brings_no_frame(opened):
     p, d = opened(), opened()
     exchange(p, d)
     (stream,) = d.streams.values()
-    stream._tls.write(struct.pack(">I", 5) + b"claim")
-    broken = bytearray(stream._outgoing.read())
+    tls = stream._writer.transport._ssl_protocol
+    tls._sslobj.write(struct.pack(">I", 5) + b"claim")
+    broken = bytearray(tls._outgoing.read())
     broken[-1] ^= 1
-    stream._transport.write(broken)
+    tls._transport.write(broken)
     heard = turn_until([p, d], lambda found: p.num_connections == 0)
     assert all(each.lost for each in heard)
 
@@ -203,8 +204,7 @@ def test_a_peer_that_announces_more_than_a_frame_is_cut_off(opened, length):
     p, d = opened(), opened()
     exchange(p, d)
     (stream,) = d.streams.values()
-    stream._tls.write(struct.pack(">I", length) + b"x" * 100)
-    stream._flush()
+    stream._writer.write(struct.pack(">I", length) + b"x" * 100)
     heard = turn_until([p, d], lambda found: p.num_connections == 0)
     assert any(each.sender and f"a frame of {length} bytes" in each.lost for each in heard)
     exchange(p, opened())

@@ -12,15 +12,14 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from cairn.engine.transfers.tls_stream import TlsStream
+from cairn.engine.transfers.tls_stream import BoundedSocket, TlsStream
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import TlsCredentials
 from cairn.transfer.peers import Address, is_loopback
@@ -114,26 +113,13 @@ class SideChannel:
         connected to, and has a deadline. Raises ConnectionLost."""
         numeric = _numeric(address[0]) or await self._resolve(address[0])
         self._make_room("producer", self._limits.max_producers)
-        stream = None
         try:
-            made = socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM)
-            # Twice the time that a session waits for its answer: it is the session that notices a silent peer.
-            stream = self._add(made, accepted=False, seconds=2 * self._limits.handshake_seconds)
-            with _closed_unless_taken(made):
-                await self._event_loop.sock_connect(made, (numeric, address[1]))
-                await self._event_loop.create_connection(lambda: stream, sock=made)
-            await stream.authenticated()
+            made = BoundedSocket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM)
         except OSError as error:
-            # asyncio's own text is about its call
-            text = os.strerror(error.errno) if error.errno else error
-            lost = ConnectionLost(f"it cannot be connected to: {text}")
-            if stream is not None:
-                stream.close(str(lost))
-            raise lost from error
-        except asyncio.CancelledError:
-            if stream is not None:
-                stream.close("nobody waits for it any more")
-            raise
+            raise ConnectionLost(f"it cannot be connected to: {error.strerror}") from error
+        # Twice the time that a session waits for its answer: it is the session that notices a silent peer.
+        stream = self._add(made, accepted=False, seconds=2 * self._limits.handshake_seconds)
+        await stream.open(made, (numeric, address[1]))
         return stream
 
     def expire(self) -> None:
@@ -158,7 +144,7 @@ class SideChannel:
     def _accept(self) -> None:
         for num_accepted in range(_ACCEPTS_PER_TURN):
             try:
-                accepted, _ = self._listener.accept()
+                accepted, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -167,16 +153,15 @@ class SideChannel:
                     self._pause(error)
                 return
             self._make_room("unauthenticated", self._limits.max_unauthenticated)
-            stream = self._add(accepted, accepted=True, seconds=self._limits.handshake_seconds)
-            task = self._event_loop.create_task(self._serve_accepted(accepted, stream))
+            made = BoundedSocket(fileno=accepted.detach())
+            stream = self._add(made, accepted=True, seconds=self._limits.handshake_seconds)
+            task = self._event_loop.create_task(self._serve_accepted(stream, made, address))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _serve_accepted(self, accepted: socket.socket, stream: TlsStream) -> None:
-        with contextlib.suppress(ConnectionLost, OSError):
-            with _closed_unless_taken(accepted):
-                await self._event_loop.connect_accepted_socket(lambda: stream, accepted)
-            await stream.authenticated()
+    async def _serve_accepted(self, stream: TlsStream, accepted: BoundedSocket, address: Address) -> None:
+        with contextlib.suppress(ConnectionLost):
+            await stream.open(accepted, address)
             self._make_room("consumer", self._limits.max_consumers, kept=stream)
             assert self._serve is not None
             await self._serve(stream)
@@ -249,16 +234,6 @@ def _kind_of(stream: TlsStream) -> _Kind:
     if stream.to_connect:
         return "producer"
     return "consumer" if stream.is_authenticated else "unauthenticated"
-
-
-@contextlib.contextmanager
-def _closed_unless_taken(made: socket.socket) -> Iterator[None]:
-    """Close the socket where no transport has taken it over."""
-    try:
-        yield
-    except BaseException:
-        made.close()
-        raise
 
 
 def create_listener(host: str, port: int) -> socket.socket:
