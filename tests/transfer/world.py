@@ -23,12 +23,13 @@ from cairn.transfer.contract import (
     PullSpec,
     num_range_pages,
 )
+from cairn.transfer.geometry import AttentionUnits, ModelUnits
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Region
 from cairn.transfer.memory import HostPool
 from cairn.transfer.params import parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.planner import whole_pages
+from cairn.transfer.planner import PairedPages
 from cairn.transfer.producer import Identity, Producer
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
@@ -55,6 +56,11 @@ def geometry_with(groups) -> PeerGeometry:
     """Pages of these attention groups."""
     peer_groups = tuple(PeerGroup(group.tokens_per_page, group.reach, group.chunked) for group in groups)
     return GEOMETRY if groups == (FULL,) else dataclasses.replace(GEOMETRY, groups=peer_groups)
+
+
+def whole_pages(groups=(FULL,)) -> PairedPages:
+    """What reads from servers of these sizes."""
+    return PairedPages(ModelUnits((AttentionUnits(1, 1, 2),) * len(groups), 1), geometry_with(groups), 0)
 
 
 def keys(num_tokens: int, seed: int = 0) -> np.ndarray:
@@ -105,7 +111,7 @@ class World:
         self.link = self.fabric.link("decode")
         pool = HostPool(self.memory)
         self.link.register(pool.region)
-        self.worker = LinkWorker(self.link, whole_pages(0, PAGE_BYTES), pool.fence, chunk_bytes=3 * PAGE_BYTES)
+        self.worker = LinkWorker(self.link, whole_pages(groups), pool.fence, chunk_bytes=3 * PAGE_BYTES)
         identity = Identity(Peer("decode", geometry_with(groups), (self.link.describe(),)), layout)
         self.events = EventQueue()
         self.consumer = Consumer(

@@ -11,7 +11,7 @@ from typing import Any
 
 from cairn.errors import ConfigError
 from cairn.transfer.contract import Identity, Peer, PeerGeometry
-from cairn.transfer.geometry import check_checkpoint_dtypes, check_groups
+from cairn.transfer.geometry import check_peers
 from cairn.transfer.peers import Address
 from cairn.transfer.stream import Connect, ConnectionLost, Stream
 from cairn.transfer.wire import (
@@ -46,8 +46,7 @@ class PeerFailed(Exception):
 def explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
     """Why two hashes of layouts differ, as far as the geometries tell."""
     try:
-        check_checkpoint_dtypes(remote, local)
-        check_groups(remote, local)
+        check_peers(remote, local)
     except ConfigError as error:
         return str(error)
     there, here = (each.page_bytes // each.page_units // each.block_size for each in (remote, local))

@@ -153,7 +153,7 @@ class LinkWorker:
             return None
         opened = _OpenPiece(read.pieces.popleft(), deque())
         read.open_pieces.append(opened)
-        for rank, descriptors in reads:
+        for rank, descriptors in reads.items():
             peer = self._connect(read, rank)
             read.volume += Volume(int(descriptors.num_bytes.sum()), len(descriptors))
             opened.chunks.extend((peer, chunk) for chunk in _chunks(descriptors, self._chunk_bytes))
