@@ -28,7 +28,7 @@ from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.memory import HostPool
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import PairedPages, StagingArea, staging_pages_for
-from cairn.transfer.producer import Identity, Producer
+from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock, RequestId, SamplingParams
@@ -117,7 +117,7 @@ class Server:
         self.link = world.fabric.link(engine_id)
         memory = HostPool(self.pool)
         self.link.register(memory.region)
-        identity = Identity(Peer(engine_id, geometry, (self.link.describe(),)), layout_hash)
+        identity = Peer(engine_id, geometry, (self.link.describe(),), layout_hash)
         random_bytes, event_loop, events = world.rng.randbytes, TurnedLoop(world.clock), EventQueue()
         self.event_loop = event_loop
         self.channel = world.network.channel(HOST, port, event_loop)

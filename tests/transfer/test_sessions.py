@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cairn.transfer.contract import Identity, Peer
+from cairn.transfer.contract import Peer
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.producer import ROOM_SECONDS, Producer
 from cairn.transfer.session import HANDSHAKE_SECONDS, PeerFailed, ProducerSession
@@ -42,7 +42,7 @@ AT = ("127.0.0.1", 1)
 
 
 def identity(name, layout=LAYOUT):
-    return Identity(Peer(name, GEOMETRY, RANKS), layout)
+    return Peer(name, GEOMETRY, RANKS, layout)
 
 
 class Wire:
@@ -109,7 +109,7 @@ class Wire:
 
 def test_both_learn_of_each_other():
     wire = Wire().opened()
-    assert wire.session.peer == Peer("p", GEOMETRY, RANKS) and wire.producer.num_connections == 1
+    assert wire.session.peer == Peer("p", GEOMETRY, RANKS, LAYOUT) and wire.producer.num_connections == 1
     asked = wire.ask(Release(7))
     wire.pump()
     assert asked.result() == Done() and wire.heard == [0.0, 0.0]
@@ -143,12 +143,12 @@ def test_another_layout_is_refused_by_whoever_sees_it_first():
 
 def test_checkpoints_in_two_forms_are_refused_by_name():
     """Whoever sees it first: the sentence is about the peer of whoever reads it."""
-    smaller = Identity(Peer("d", replace(GEOMETRY, checkpoint_dtype="int8"), RANKS), b"M" * 32)
+    smaller = Peer("d", replace(GEOMETRY, checkpoint_dtype="int8"), RANKS, b"M" * 32)
     wire = Wire(d=smaller)
     wire.pump()
     assert "checkpoint_dtype: float32 at the peer, int8 here" in str(wire.session.failure)
     wire, welcome = Wire(), Wire().said_by_p()
-    geometry = smaller.me.geometry
+    geometry = smaller.geometry
     wire.answer(msgspec.structs.replace(welcome, layout=b"M" * 32, geometry=geometry, answers=wire.hello.nonce))
     assert "checkpoint_dtype: int8 at the peer, float32 here" in str(wire.session.failure)
 

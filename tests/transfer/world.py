@@ -30,7 +30,7 @@ from cairn.transfer.memory import HostPool
 from cairn.transfer.params import parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import PairedPages
-from cairn.transfer.producer import Identity, Producer
+from cairn.transfer.producer import Producer
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 from doubles.memory_channel import MemoryNetwork
@@ -78,7 +78,7 @@ class ProducerSide:
         self.memory = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
         self.link = fabric.link(name)
         self.link.register(Region.of(self.memory))
-        identity = Identity(Peer(name, geometry_with(world.groups), (self.link.describe(),)), layout)
+        identity = Peer(name, geometry_with(world.groups), (self.link.describe(),), layout)
         limits = LeaseLimits(max_pages=max_pages)
         self.producer = Producer(identity, limits, clock, rng.randbytes, self.events.put)
         self.channel.listen(self.producer.serve)
@@ -112,7 +112,7 @@ class World:
         pool = HostPool(self.memory)
         self.link.register(pool.region)
         self.worker = LinkWorker(self.link, whole_pages(groups), pool.fence, chunk_bytes=3 * PAGE_BYTES)
-        identity = Identity(Peer("decode", geometry_with(groups), (self.link.describe(),)), layout)
+        identity = Peer("decode", geometry_with(groups), (self.link.describe(),), layout)
         self.events = EventQueue()
         self.consumer = Consumer(
             identity,

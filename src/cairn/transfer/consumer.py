@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from cairn.transfer.contract import Identity, KvSource, PagesFree, PullEnded, PullId, PullSpec, WorkerSide
+from cairn.transfer.contract import KvSource, PagesFree, Peer, PullEnded, PullId, PullSpec, WorkerSide
 from cairn.transfer.peers import Address, PeerPolicy, UnresponsivePeers
 from cairn.transfer.pull import Pull, PullLimits, PullState, PullTools
 from cairn.transfer.session import PeerFailed, ProducerSession
@@ -19,7 +19,7 @@ class Consumer:
 
     def __init__(
         self,
-        identity: Identity,
+        me: Peer,
         policy: PeerPolicy,
         worker: WorkerSide,
         clock: Clock,
@@ -29,14 +29,14 @@ class Consumer:
         emit: Callable[[PullEnded | PagesFree], None],
         limits: PullLimits | None = None,
     ) -> None:
-        self._identity = identity
+        self._me = me
         self._policy = policy
         self._random = random
         self._connect = connect
         self._event_loop = event_loop
         self._emit = emit
         limits = limits or PullLimits()
-        self._tools = PullTools(self._session_with, worker, identity.layout, limits, event_loop, self._pull_ended)
+        self._tools = PullTools(self._session_with, worker, me.layout, limits, event_loop, self._pull_ended)
         self._sessions: dict[Address, ProducerSession] = {}
         self._unresponsive = UnresponsivePeers(clock, limits.retry_silent)
         self._pulls: dict[PullId, Pull] = {}
@@ -124,7 +124,7 @@ class Consumer:
         session = self._sessions[address] = ProducerSession(
             address,
             source.engine_id,
-            self._identity,
+            self._me,
             self._connect,
             self._random,
             self._event_loop,

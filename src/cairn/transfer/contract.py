@@ -92,19 +92,13 @@ def num_range_pages(start: int, end: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A server that has proved itself. `ranks`: what its links say of themselves, one entry per rank."""
+    """A server, as others know it: this one, or one that has proved itself. `engine_id` is new at every start. `ranks`:
+    what its links say of themselves, one entry per rank. `layout`: `digest.layout_hash`."""
 
     engine_id: str
     geometry: PeerGeometry
     ranks: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this server is to others. `me.engine_id` is new at every start; `layout` is `digest.layout_hash`."""
-
-    me: Peer
-    layout: bytes
+    layout: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +192,9 @@ class PullSpec:
 
 @dataclass(frozen=True, slots=True)
 class PullEnded:
-    """The outcome of a pull. `failure` None: tokens up to `position` may be used, and the checkpoint at
-    `checkpoint_position`, None where there is none. Otherwise nothing may be used, and `failure` says why. `volume`:
-    what was read."""
+    """The outcome of a pull, or of what another page source brings. `failure` None: nothing is written any more, tokens
+    up to `position` may be used, and the state at `checkpoint_position`, None where there is none. Otherwise nothing
+    may be used, and `failure` says why. `volume`: what was read, where that is known."""
 
     pull: PullId
     failure: str | None
@@ -208,11 +202,17 @@ class PullEnded:
     checkpoint_position: int | None = None
     volume: "Volume | None" = field(default=None, compare=False)
 
+    def resume_position(self, num_prompt_tokens: int, resumes_anywhere: bool) -> int:
+        """Where a prompt of so many tokens goes on with what has come. `resumes_anywhere`: keys and values alone are
+        enough anywhere but at its end."""
+        position = self.checkpoint_position or 0
+        return max(position, min(self.position, num_prompt_tokens - 1)) if resumes_anywhere else position
+
 
 @dataclass(frozen=True, slots=True)
 class PagesFree:
-    """No write of this pull can come any more: the pages of its `PullSpec` may be used again. Comes after `PullEnded`,
-    or together with it."""
+    """No write of this pull can come any more: the pages it was to fill may be used again. Comes after `PullEnded`, or
+    together with it."""
 
     pull: PullId
 

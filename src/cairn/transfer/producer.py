@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cairn.transfer.claim import match_claim
-from cairn.transfer.contract import Identity, LookupId, LookupRequest, Offer
+from cairn.transfer.contract import LookupId, LookupRequest, Offer, Peer
 from cairn.transfer.digest import DIGEST_BYTES
 from cairn.transfer.leases import Claimed, Lease, LeaseLimits, Leases
 from cairn.transfer.session import explain_layouts
@@ -132,18 +132,18 @@ class Producer:
 
     def __init__(
         self,
-        identity: Identity,
+        me: Peer,
         limits: LeaseLimits,
         clock: Clock,
         random: Callable[[int], bytes],
         emit: Callable[[LookupRequest], None],
         lookup_limits: LookupLimits | None = None,
     ) -> None:
-        self.leases = Leases(identity.layout, limits, clock, random)
-        self.lookups = ContentLookups(self.leases, identity.layout, lookup_limits or LookupLimits(), emit)
+        self.leases = Leases(me.layout, limits, clock, random)
+        self.lookups = ContentLookups(self.leases, me.layout, lookup_limits or LookupLimits(), emit)
         self.num_connections = 0
         self.dropped = 0
-        self._identity = identity
+        self._me = me
         self._greetings, self._greeting_answers = greetings(), greeting_answers()
 
     @property
@@ -175,14 +175,14 @@ class Producer:
         """Whether the consumer is welcome. Raises ConnectionLost, TimeoutError."""
         while (hello := self._greetings.decode(await stream.receive())) is None:
             self.dropped += 1
-        identity, refusal = self._identity, None
+        me, refusal = self._me, None
         if hello.version != VERSION:
             refusal = f"protocol version {hello.version} here, {VERSION} there: run the same cairn on both"
-        elif hello.layout != identity.layout:
+        elif hello.layout != me.layout:
             # It is read at the other end.
-            refusal = explain_layouts(identity.me.geometry, hello.geometry)
-        me, answer = identity.me, None if refusal is None else Denied(hello.nonce, refusal)
-        welcome = Welcome(hello.nonce, me.engine_id, identity.layout, me.geometry, list(me.ranks))
+            refusal = explain_layouts(me.geometry, hello.geometry)
+        answer = None if refusal is None else Denied(hello.nonce, refusal)
+        welcome = Welcome(hello.nonce, me.engine_id, me.layout, me.geometry, list(me.ranks))
         async with asyncio.timeout(ROOM_SECONDS):
             await stream.send(self._greeting_answers.encode(answer or welcome))
         return refusal is None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cairn.errors import ConfigError
-from cairn.transfer.contract import Identity, Peer, PeerGeometry
+from cairn.transfer.contract import Peer, PeerGeometry
 from cairn.transfer.geometry import check_peers
 from cairn.transfer.peers import Address
 from cairn.transfer.stream import Connect, ConnectionLost, Stream
@@ -67,7 +67,7 @@ class ProducerSession:
         self,
         address: Address,
         engine_id: str,
-        identity: Identity,
+        me: Peer,
         connect: Connect,
         random: Callable[[int], bytes],
         event_loop: asyncio.AbstractEventLoop,
@@ -79,13 +79,11 @@ class ProducerSession:
         self.peer: Peer | None = None
         self.failure: PeerFailed | None = None
         self.closed: asyncio.Future[None] = event_loop.create_future()
-        self._identity = identity
         self._connect = connect
         self._heard = heard
         self._ended = ended
         self._event_loop = event_loop
-        me = identity.me
-        self._hello = Hello(VERSION, me.engine_id, random(NONCE_BYTES), identity.layout, me.geometry)
+        self._hello = Hello(VERSION, me.engine_id, random(NONCE_BYTES), me.layout, me.geometry)
         self._greetings, self._greeting_answers = greetings(), greeting_answers()
         self._questions, self._answers = questions(), answers()
         self._stream: Stream | None = None
@@ -191,8 +189,8 @@ class ProducerSession:
                 break
         if isinstance(answer, Denied):
             raise PeerFailed(f"refused by the peer: {answer.text}")
-        if answer.layout != self._identity.layout:
+        if answer.layout != self._hello.layout:
             raise PeerFailed(explain_layouts(answer.geometry, self._hello.geometry))
-        self.peer = Peer(answer.engine_id, answer.geometry, tuple(answer.ranks))
+        self.peer = Peer(answer.engine_id, answer.geometry, tuple(answer.ranks), answer.layout)
         self._open.set_result(self.peer)
         return stream
