@@ -9,9 +9,18 @@ from dataclasses import replace
 
 from cairn.cache.group_pages import GroupPages
 from cairn.step import GRID
-from cairn.transfer.contract import Offer, Peer, PullId, PullSpec, ReadOrder, num_range_pages
+from cairn.transfer.contract import (
+    NO_PAGES,
+    Offer,
+    OfferedCheckpoint,
+    Peer,
+    PullId,
+    PullSpec,
+    ReadOrder,
+    num_range_pages,
+)
 from cairn.transfer.digest import DIGEST_BYTES, ContentDigest, content_digest
-from cairn.transfer.wire import MAX_MARK_BYTES, Claim, Granted, unpack_pages
+from cairn.transfer.wire import MAX_MARK_BYTES, Claim, Granted, pack_pages, unpack_pages
 
 
 def make_claim(spec: PullSpec, layout: bytes) -> Claim | None:
@@ -55,6 +64,20 @@ def find_pages(offer: Offer, start: int, position: int) -> tuple[GroupPages, ...
             return None
         parts.append(part.span(first, position))
     return tuple(parts)
+
+
+def make_grant(claim: Claim, offer: Offer, position: int) -> Granted | None:
+    """What a claim of the first `position` tokens is answered with, and the deepest checkpoint among them if one is
+    claimed and there is one. None if the offer has not all that is needed of the tokens, or the claim begins behind
+    them."""
+    parts = find_pages(offer, claim.start, position) if 0 < position <= len(offer.keys) else None
+    if parts is None or claim.start > position:
+        return None
+    usable = [checkpoint for checkpoint in offer.checkpoints if checkpoint.position <= position and claim.checkpoint]
+    deepest = max(usable, key=lambda checkpoint: checkpoint.position, default=OfferedCheckpoint(0, NO_PAGES))
+    pages = tuple(pack_pages(part.pages) for part in parts)
+    first_tokens = tuple(part.first_token for part in parts)
+    return Granted(position, first_tokens, pages, deepest.position or None, pack_pages(deepest.pages))
 
 
 def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted) -> ReadOrder | None:

@@ -241,12 +241,15 @@ class LookupRequest:
 Event = PullEnded | PagesFree | LeaseEnded | LookupRequest
 
 
+NO_PAGES: Pages = np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LeaseDemand:
     """Pages that leases are going to pin: `pages`, shape [n], in any order and any number of times, and `num_new`
     others that are not allocated yet."""
 
-    pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))
+    pages: Pages = field(default_factory=lambda: NO_PAGES)
     num_new: int = 0
 
     def __bool__(self) -> bool:

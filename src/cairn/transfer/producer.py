@@ -158,7 +158,7 @@ class Producer:
             if await self._greet(stream):
                 self.num_connections += 1
                 try:
-                    await _Consumer(stream, self.leases, self.lookups, self._drop).serve()
+                    await _Consumer(stream, self).serve()
                 finally:
                     self.num_connections -= 1
         except ConnectionLost:
@@ -187,19 +187,15 @@ class Producer:
             await stream.send(self._greeting_answers.encode(answer or welcome))
         return refusal is None
 
-    def _drop(self) -> None:
-        self.dropped += 1
-
 
 class _Consumer:
     """One consumer, as it is served. `_claims`: its leases, and `_lookups`: what it waits for, by their questions'
     numbers."""
 
-    def __init__(self, stream: Stream, leases: Leases, lookups: ContentLookups, drop: Callable[[], None]) -> None:
+    def __init__(self, stream: Stream, producer: Producer) -> None:
         self._stream = stream
-        self._leases = leases
-        self._content = lookups
-        self._drop = drop
+        self._producer = producer
+        self._leases = producer.leases
         self._questions, self._answers = questions(), answers()
         self._claims: dict[int, Lease] = {}
         self._lookups: dict[int, asyncio.Task[None]] = {}
@@ -210,7 +206,7 @@ class _Consumer:
             while True:
                 question = self._questions.decode(await self._stream.receive())
                 if question is None:
-                    self._drop()
+                    self._producer.dropped += 1
                     continue
                 number, record = question.number, question.record
                 if number in self._claims or number in self._lookups:
@@ -261,7 +257,7 @@ class _Consumer:
     def _look_up(self, number: int, claim: Claim) -> None:
         async def answer() -> None:
             try:
-                claimed = await self._content.claim(claim)
+                claimed = await self._producer.lookups.claim(claim)
                 await self._reply(number, self._claimed(number, claimed))
             except TimeoutError:
                 self._stream.close(f"no answer was taken for {ROOM_SECONDS:g} s")

@@ -16,13 +16,14 @@ quarantine: a process that stands still may go on and write at any time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
 
 from cairn.transfer.contract import PullId, ReadOrder, Volume, WorkerSide
 from cairn.transfer.links.contract import Link, LinkError, ReadState
-from cairn.transfer.wire import RecordFrames, decode_array, encode_array
+from cairn.transfer.wire import RecordFrames, decode_array
 
 _MAX_DESCRIPTIONS = 1 << 20
 
@@ -75,12 +76,8 @@ ToRank: TypeAlias = ReadOrder | CancelRead | Serve | Describe
 FromRank: TypeAlias = ReadEnded | Described
 
 
-def to_rank() -> RecordFrames[ToRank]:
-    return RecordFrames(msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array), encode_array)
-
-
-def from_rank() -> RecordFrames[FromRank]:
-    return RecordFrames(msgspec.msgpack.Decoder(FromRank))
+to_rank = partial(RecordFrames[ToRank], msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array))
+from_rank = partial(RecordFrames[FromRank], msgspec.msgpack.Decoder(FromRank))
 
 
 @dataclass(slots=True, eq=False)
