@@ -30,6 +30,7 @@ from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import PairedPages, StagingArea, staging_pages_for
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
+from cairn.transfer.session import ConsumerTools
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock, RequestId, SamplingParams
 from doubles.memory_channel import MemoryNetwork
@@ -128,21 +129,10 @@ class Server:
         worker = LinkWorker(self.link, pages, memory.fence)
         policy = PeerPolicy()
         ranks = RankedWorker(self.link, worker, ())
-        self.consumer = Consumer(
-            identity, policy, ranks, world.clock, random_bytes, self.channel.connect, event_loop, events.put
-        )
+        tools = ConsumerTools(identity, ranks, self.channel.connect, random_bytes, event_loop)
+        self.consumer = Consumer(tools, policy, world.clock, events.put)
         self.port = TransferPort(event_loop, self.producer, self.consumer, events)
-        loop = TransferLoop(
-            event_loop,
-            self.port,
-            events,
-            self.channel,
-            self.producer,
-            self.consumer,
-            self.link,
-            ranks,
-            memory.enter_thread,
-        )
+        loop = TransferLoop(self.port, self.channel, self.link, ranks, memory.enter_thread)
         sequences = SequenceIndex(layout_hash)
         quota = LeaseQuota(
             max_leases=max_leases,

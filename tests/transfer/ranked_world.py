@@ -15,6 +15,7 @@ from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import PairedPages, StagingArea, staging_pages_for
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker, RankServant
+from cairn.transfer.session import ConsumerTools
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 from doubles.memory_channel import MemoryNetwork
@@ -142,9 +143,8 @@ class Engine:
         limits, events = LeaseLimits(max_pages=max_pages), EventQueue()
         self.channel = world.network.channel("127.0.0.1", port, event_loop)
         self.producer = Producer(identity, limits, clock, randbytes, events.put)
-        self.consumer = Consumer(
-            identity, PeerPolicy(), self.worker, clock, randbytes, self.channel.connect, event_loop, events.put
-        )
+        tools = ConsumerTools(identity, self.worker, self.channel.connect, randbytes, event_loop)
+        self.consumer = Consumer(tools, PeerPolicy(), clock, events.put)
         self.channel.listen(self.producer.serve)
         self.door = TurnedPort(event_loop, self.producer, self.consumer, events)
 

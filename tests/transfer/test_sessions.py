@@ -12,7 +12,7 @@ import pytest
 from cairn.transfer.contract import Peer
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.producer import ROOM_SECONDS, Producer
-from cairn.transfer.session import HANDSHAKE_SECONDS, PeerFailed, ProducerSession
+from cairn.transfer.session import HANDSHAKE_SECONDS, ConsumerTools, PeerFailed, ProducerSession
 from cairn.transfer.stream import ConnectionLost
 from cairn.transfer.wire import (
     VERSION,
@@ -61,10 +61,7 @@ class Wire:
         self.session = ProducerSession(
             AT,
             "p",
-            d or identity("d"),
-            self.connect,
-            random.Random(1).randbytes,
-            self.event_loop,
+            ConsumerTools(d or identity("d"), None, self.connect, random.Random(1).randbytes, self.event_loop),
             heard=lambda: self.heard.append(self.clock.now()),
             ended=lambda session, failure: self.ended.append(failure),
         )
@@ -277,10 +274,7 @@ def test_a_claim_is_its_connections_alone():
     thief = ProducerSession(
         ("127.0.0.1", 5600),
         world.p.name,
-        identity("thief"),
-        world.channel.connect,
-        random.randbytes,
-        world.event_loop,
+        ConsumerTools(identity("thief"), None, world.channel.connect, random.randbytes, world.event_loop),
         heard=lambda: None,
         ended=lambda session, failure: None,
     )

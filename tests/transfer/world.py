@@ -31,6 +31,7 @@ from cairn.transfer.params import parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import PairedPages
 from cairn.transfer.producer import Producer
+from cairn.transfer.session import ConsumerTools
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 from doubles.memory_channel import MemoryNetwork
@@ -114,16 +115,8 @@ class World:
         self.worker = LinkWorker(self.link, whole_pages(groups), pool.fence, chunk_bytes=3 * PAGE_BYTES)
         identity = Peer("decode", geometry_with(groups), (self.link.describe(),), layout)
         self.events = EventQueue()
-        self.consumer = Consumer(
-            identity,
-            self.policy,
-            self.worker,
-            self.clock,
-            self.rng.randbytes,
-            self._connect,
-            self.event_loop,
-            self.events.put,
-        )
+        tools = ConsumerTools(identity, self.worker, self._connect, self.rng.randbytes, self.event_loop)
+        self.consumer = Consumer(tools, self.policy, self.clock, self.events.put)
         self.restart()
         self.port = TurnedPort(self.event_loop, self.p.producer, self.consumer, self.events)
 

@@ -128,7 +128,7 @@ class ContentLookups:
 
 class Producer:
     """Serves the consumers of one engine's pages. Through `leases` and `lookups` the engine leases them and answers
-    lookups. `dropped` counts frames that were no record."""
+    lookups."""
 
     def __init__(
         self,
@@ -137,14 +137,18 @@ class Producer:
         clock: Clock,
         random: Callable[[int], bytes],
         emit: Callable[[LookupRequest], None],
-        lookup_limits: LookupLimits | None = None,
     ) -> None:
         self.leases = Leases(me.layout, limits, clock, random)
-        self.lookups = ContentLookups(self.leases, me.layout, lookup_limits or LookupLimits(), emit)
+        self.lookups = ContentLookups(self.leases, me.layout, LookupLimits(), emit)
         self.num_connections = 0
-        self.dropped = 0
+        self.questions, self.answers = questions(), answers()
         self._me = me
         self._greetings, self._greeting_answers = greetings(), greeting_answers()
+
+    @property
+    def dropped(self) -> int:
+        """Frames that were no record."""
+        return self._greetings.dropped + self.questions.dropped
 
     @property
     def is_idle(self) -> bool:
@@ -174,7 +178,7 @@ class Producer:
     async def _greet(self, stream: Stream) -> bool:
         """Whether the consumer is welcome. Raises ConnectionLost, TimeoutError."""
         while (hello := self._greetings.decode(await stream.receive())) is None:
-            self.dropped += 1
+            pass
         me, refusal = self._me, None
         if hello.version != VERSION:
             refusal = f"protocol version {hello.version} here, {VERSION} there: run the same cairn on both"
@@ -196,7 +200,6 @@ class _Consumer:
         self._stream = stream
         self._producer = producer
         self._leases = producer.leases
-        self._questions, self._answers = questions(), answers()
         self._claims: dict[int, Lease] = {}
         self._lookups: dict[int, asyncio.Task[None]] = {}
 
@@ -204,9 +207,8 @@ class _Consumer:
         """Raises ConnectionLost and, when no answer is taken, TimeoutError."""
         try:
             while True:
-                question = self._questions.decode(await self._stream.receive())
+                question = self._producer.questions.decode(await self._stream.receive())
                 if question is None:
-                    self._producer.dropped += 1
                     continue
                 number, record = question.number, question.record
                 if number in self._claims or number in self._lookups:
@@ -223,7 +225,7 @@ class _Consumer:
 
     async def _reply(self, number: int, reply: Reply) -> None:
         async with asyncio.timeout(ROOM_SECONDS):
-            await self._stream.send(self._answers.encode(Answer(number, reply)))
+            await self._stream.send(self._producer.answers.encode(Answer(number, reply)))
 
     def _answer(self, number: int, request: Request) -> Reply:
         refusal: RefusalReason | None

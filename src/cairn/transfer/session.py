@@ -7,10 +7,11 @@ when the connection is lost, all that waits fails at once, and the producer rele
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from cairn.errors import ConfigError
-from cairn.transfer.contract import Peer, PeerGeometry
+from cairn.transfer.contract import Peer, PeerGeometry, WorkerSide
 from cairn.transfer.geometry import check_peers
 from cairn.transfer.peers import Address
 from cairn.transfer.stream import Connect, ConnectionLost, Stream
@@ -59,6 +60,18 @@ def explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
     return _OTHER_LAYOUT
 
 
+@dataclass(frozen=True, slots=True)
+class ConsumerTools:
+    """What all sessions and transfers of an engine share: `me`, this server; `worker`, who reads for it; how it
+    connects to producers, in `event_loop`; `random(n)`, n unpredictable bytes."""
+
+    me: Peer
+    worker: WorkerSide
+    connect: Connect
+    random: Callable[[int], bytes]
+    event_loop: asyncio.AbstractEventLoop
+
+
 class ProducerSession:
     """`engine_id`: the engine that is expected at `address`. `heard` is called for each frame that comes, `ended` once.
     Begins to connect at once."""
@@ -67,10 +80,7 @@ class ProducerSession:
         self,
         address: Address,
         engine_id: str,
-        me: Peer,
-        connect: Connect,
-        random: Callable[[int], bytes],
-        event_loop: asyncio.AbstractEventLoop,
+        tools: ConsumerTools,
         heard: Callable[[], None],
         ended: Callable[["ProducerSession", PeerFailed], None],
     ) -> None:
@@ -78,12 +88,13 @@ class ProducerSession:
         self.engine_id = engine_id
         self.peer: Peer | None = None
         self.failure: PeerFailed | None = None
-        self.closed: asyncio.Future[None] = event_loop.create_future()
-        self._connect = connect
+        self._connect = tools.connect
         self._heard = heard
         self._ended = ended
-        self._event_loop = event_loop
-        self._hello = Hello(VERSION, me.engine_id, random(NONCE_BYTES), me.layout, me.geometry)
+        self._event_loop = event_loop = tools.event_loop
+        self.closed: asyncio.Future[None] = event_loop.create_future()
+        me = tools.me
+        self._hello = Hello(VERSION, me.engine_id, tools.random(NONCE_BYTES), me.layout, me.geometry)
         self._greetings, self._greeting_answers = greetings(), greeting_answers()
         self._questions, self._answers = questions(), answers()
         self._stream: Stream | None = None

@@ -6,6 +6,7 @@ do_remote_decode (+ cairn_decode_hint)         kv_export (+ a source, no lease) 
 do_remote_prefill + a reference                a source with a lease                cairn_decode_hint: what is here now
 """
 
+import asyncio
 import logging
 import os
 import threading
@@ -19,7 +20,7 @@ import msgspec
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import KvTransferConfig, TransferReport
-from cairn.engine.transfers.loop import ClockedLoop, EventQueue, TransferLoop, TransferPort
+from cairn.engine.transfers.loop import EventQueue, TransferLoop, TransferPort
 from cairn.engine.transfers.side_channel import SideChannel, create_listener
 from cairn.errors import ConfigError, EngineDead, InvalidRequest
 from cairn.scheduler.request import PromptOffer, Request
@@ -38,6 +39,7 @@ from cairn.transfer.peers import PeerPolicy, is_loopback
 from cairn.transfer.planner import PairedPages, StagingArea
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankChannel, RankedWorker
+from cairn.transfer.session import ConsumerTools
 from cairn.transfer.worker import LinkWorker
 from cairn.types import Clock
 
@@ -215,14 +217,15 @@ def build_transfer(
     engine_id = str(uuid.uuid4())
     me = Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described, layout_hash)
     listener = create_listener(config.host, config.port)
-    event_loop, events = ClockedLoop(clock), EventQueue()
+    # its time is that of `SystemClock`
+    event_loop, events = asyncio.SelectorEventLoop(), EventQueue()
     channel = SideChannel(listener, derive_credentials(secret), clock, event_loop)
     limits = LeaseLimits(max_pages=int(memory.num_pages * config.lease_share), duration=config.lease_seconds)
     producer = Producer(me, limits, clock, os.urandom, events.put)
-    consumer = Consumer(me, policy, worker, clock, os.urandom, channel.connect, event_loop, events.put)
+    tools = ConsumerTools(me, worker, channel.connect, os.urandom, event_loop)
+    consumer = Consumer(tools, policy, clock, events.put)
     port = TransferPort(event_loop, producer, consumer, events)
-    enter_thread = memory.pool.enter_thread
-    loop = TransferLoop(event_loop, port, events, channel, producer, consumer, link, worker, enter_thread)
+    loop = TransferLoop(port, channel, link, worker, memory.pool.enter_thread)
     sequences = SequenceIndex(layout_hash)
     quota = LeaseQuota(
         max_leases=config.max_leases,

@@ -25,7 +25,6 @@ from cairn.transfer.links.contract import Link
 from cairn.transfer.params import remote_request_id, split_reference
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
-from cairn.types import Clock
 
 _READING_SECONDS = 0.001
 _SERVING_SECONDS = 0.005
@@ -36,17 +35,6 @@ _STOP_SECONDS = 5.0
 _Arguments = TypeVarTuple("_Arguments")
 
 logger = logging.getLogger(__name__)
-
-
-class ClockedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose deadlines are those of `clock`."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self._clock = clock
-
-    def time(self) -> float:
-        return self._clock.now()
 
 
 class EventQueue:
@@ -76,13 +64,13 @@ class TransferPort:
     def __init__(
         self, event_loop: asyncio.AbstractEventLoop, producer: Producer, consumer: Consumer, events: EventQueue
     ) -> None:
-        self._event_loop = event_loop
-        self._producer = producer
-        self._leases = producer.leases
-        self._consumer = consumer
-        self._events = events
-        self._pulls = 0
+        self.event_loop = event_loop
+        self.producer = producer
+        self.consumer = consumer
+        self.pending = events
         self.changed: Callable[[], None] | None = None
+        self._leases = producer.leases
+        self._pulls = 0
 
     @property
     def num_leased(self) -> int:
@@ -94,33 +82,37 @@ class TransferPort:
 
     def offer(self, offer: Offer) -> str:
         reference = remote_request_id(offer.request_id, self._leases.offer(offer))
-        self._post(_do_nothing)
+        self._look()
         return reference
 
     def withdraw(self, remote_request_id: str) -> None:
         if (known := split_reference(remote_request_id)) is not None:
             self._leases.decline(*known)
-            self._post(_do_nothing)
+            self._look()
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
         if offer is None:
-            self._post(self._producer.lookups.refuse, lookup)
+            self._post(self.producer.lookups.refuse, lookup)
             return None
         nonce = self._leases.offer(offer)
-        self._post(self._producer.lookups.grant, lookup, offer, nonce)
+        self._post(self.producer.lookups.grant, lookup, offer, nonce)
         return remote_request_id(offer.request_id, nonce)
 
     def pull(self, spec: PullSpec) -> PullId:
         self._pulls += 1
         pull = PullId(self._pulls)
-        self._post(self._consumer.pull, spec, pull)
+        self._post(self.consumer.pull, spec, pull)
         return pull
 
     def abort(self, pull: PullId) -> None:
-        self._post(self._consumer.abort, pull)
+        self._post(self.consumer.abort, pull)
 
     def events(self) -> list[Event]:
-        return [*self._events.take(), *self._leases.take_ended()]
+        return [*self.pending.take(), *self._leases.take_ended()]
+
+    def _look(self) -> None:
+        """Have the thread look at the leases."""
+        self._post(lambda: None)
 
     def _post(self, command: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
         def carry_out() -> None:
@@ -130,11 +122,7 @@ class TransferPort:
 
         # the thread may have ended, which `KvTransfer.check` reports
         with contextlib.suppress(RuntimeError):
-            self._event_loop.call_soon_threadsafe(carry_out)
-
-
-def _do_nothing() -> None:
-    """The thread looks at the leases."""
+            self.event_loop.call_soon_threadsafe(carry_out)
 
 
 class TransferLoop:
@@ -143,21 +131,17 @@ class TransferLoop:
 
     def __init__(
         self,
-        event_loop: asyncio.AbstractEventLoop,
         port: TransferPort,
-        events: EventQueue,
         channel: SideChannel,
-        producer: Producer,
-        consumer: Consumer,
         link: Link,
         ranks: RankedWorker,
         enter_thread: Callable[[], None],
     ) -> None:
-        self._event_loop = event_loop
-        self._events = events
+        self._event_loop = port.event_loop
+        self._events = port.pending
+        self._producer = port.producer
+        self._consumer = port.consumer
         self._channel = channel
-        self._producer = producer
-        self._consumer = consumer
         self._link = link
         self._ranks = ranks
         self._enter_thread = enter_thread
@@ -166,7 +150,7 @@ class TransferLoop:
         self._thread: threading.Thread | None = None
         self.failure: str | None = None
         port.changed = self._changed.set
-        channel.listen(producer.serve)
+        channel.listen(port.producer.serve)
 
     @property
     def dropped(self) -> int:
