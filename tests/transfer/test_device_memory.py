@@ -127,9 +127,9 @@ def test_one_that_comes_too_early_is_found():
         """Gives buffers back as soon as their copies are under way."""
         for opened in [opened for opened in read.open_pieces if opened.is_read]:
             if opened.fence is None:
-                opened.piece.finish()
+                opened.finish()
                 opened.fence = rank.pool.fence()
-                opened.piece.release()
+                opened.release()
             if opened.fence():
                 read.open_pieces.remove(opened)
 

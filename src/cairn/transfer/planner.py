@@ -12,7 +12,7 @@ its bytes are laid out or none can arrive any more. Reads that wait for a buffer
 shares with short ones, and one in quarantine costs one buffer.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -33,8 +33,8 @@ from cairn.transfer.geometry import (
     staging_pages,
     state_reads,
 )
-from cairn.transfer.links.contract import Descriptors, LinkError
-from cairn.transfer.memory import PoolMemory
+from cairn.transfer.links.contract import Descriptors, LinkError, ReadHandle
+from cairn.transfer.memory import Fence, PoolMemory
 from cairn.transfer.token_copies import staging_copies
 from cairn.types import Pages
 
@@ -53,9 +53,19 @@ Reads: TypeAlias = Mapping[int, Descriptors]
 @dataclass(slots=True, eq=False)
 class Piece:
     """A part of an order: `reads` straight into the own pages. `begin` is called until it returns reads, then `finish`
-    unless the order is given up, and `release` once in any case, also for a piece that never began."""
+    unless the order is given up, and `release` once in any case, also for a piece that never began.
+
+    Whoever reads it keeps here what is under way: `chunks` have no handle yet; `fence`: what it waits for once all is
+    read."""
 
     reads: Reads
+    chunks: deque[tuple[str, Descriptors]] = field(default_factory=deque, init=False)
+    handles: set[ReadHandle] = field(default_factory=set, init=False)
+    fence: Fence | None = field(default=None, init=False)
+
+    @property
+    def is_read(self) -> bool:
+        return not self.chunks and not self.handles
 
     def begin(self) -> Reads | None:
         """The reads, or None while there is no room for them."""

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from cairn.transfer.contract import Peer, PullId, ReadOrder, Volume
-from cairn.transfer.links.contract import Descriptors, Link, LinkError, ReadHandle, ReadState
+from cairn.transfer.links.contract import Descriptors, Link, LinkError, ReadState
 from cairn.transfer.memory import Fence
 from cairn.transfer.planner import Piece, Planner
 
@@ -25,27 +25,13 @@ _HANDLES = 2
 
 
 @dataclass(slots=True, eq=False)
-class _OpenPiece:
-    """A piece that is being read. `chunks` have no handle yet. `fence`: what it waits for once all is read."""
-
-    piece: Piece
-    chunks: deque[tuple[str, Descriptors]]
-    handles: set[ReadHandle] = field(default_factory=set)
-    fence: Fence | None = None
-
-    @property
-    def is_read(self) -> bool:
-        return not self.chunks and not self.handles
-
-
-@dataclass(slots=True, eq=False)
 class _Read:
     """`pieces` have not begun. `peer_names`: the link's names of the peer's ranks, as far as they are connected. `end`:
     the state once nothing can arrive any more."""
 
     peer: Peer
     pieces: deque[Piece]
-    open_pieces: list[_OpenPiece] = field(default_factory=list)
+    open_pieces: list[Piece] = field(default_factory=list)
     peer_names: dict[int, str] = field(default_factory=dict)
     end: ReadState = ReadState.DONE
     volume: Volume = field(default_factory=Volume)
@@ -78,7 +64,7 @@ class LinkWorker:
             self._post_handle(read)
         except LinkError:
             # Nothing is out: the first handle is the one that failed.
-            for piece in (*(opened.piece for opened in read.open_pieces), *read.pieces):
+            for piece in (*read.open_pieces, *read.pieces):
                 piece.release()
             self._disconnect(read)
             raise
@@ -130,11 +116,11 @@ class LinkWorker:
         for opened in [opened for opened in read.open_pieces if opened.is_read]:
             if opened.fence is None:
                 if read.end is ReadState.DONE:
-                    opened.piece.finish()
+                    opened.finish()
                 opened.fence = self._new_fence()
             if opened.fence():
                 read.open_pieces.remove(opened)
-                opened.piece.release()
+                opened.release()
 
     def _post_handle(self, read: _Read) -> bool:
         """Post one more handle if there may be one; returns whether another call may post one, too."""
@@ -147,11 +133,11 @@ class LinkWorker:
             opened.handles.add(self._link.read(*opened.chunks.popleft()))
         return True
 
-    def _begin_piece(self, read: _Read) -> _OpenPiece | None:
+    def _begin_piece(self, read: _Read) -> Piece | None:
         reads = read.pieces[0].begin() if read.pieces else None
         if reads is None:
             return None
-        opened = _OpenPiece(read.pieces.popleft(), deque())
+        opened = read.pieces.popleft()
         read.open_pieces.append(opened)
         for rank, descriptors in reads.items():
             peer = self._connect(read, rank)
