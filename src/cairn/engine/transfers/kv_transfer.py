@@ -219,7 +219,7 @@ def build_transfer(
     listener = create_listener(config.host, config.port)
     # its time is that of `SystemClock`
     event_loop, events = asyncio.SelectorEventLoop(), EventQueue()
-    channel = SideChannel(listener, derive_credentials(secret), clock, event_loop)
+    channel = SideChannel(listener, derive_credentials(secret), event_loop)
     limits = LeaseLimits(max_pages=int(memory.num_pages * config.lease_share), duration=config.lease_seconds)
     producer = Producer(me, limits, clock, os.urandom, events.put)
     tools = ConsumerTools(me, worker, channel.connect, os.urandom, event_loop)

@@ -29,7 +29,6 @@ from cairn.transfer.ranks import RankedWorker
 _READING_SECONDS = 0.001
 _SERVING_SECONDS = 0.005
 _LINGERING_SECONDS = 0.1
-_TIMERS_SECONDS = 1.0
 _STOP_SECONDS = 5.0
 
 _Arguments = TypeVarTuple("_Arguments")
@@ -193,7 +192,6 @@ class TransferLoop:
     def turn(self) -> None:
         """Drive the links, and look at what time has done."""
         self._consumer.look()
-        self._channel.expire()
         leases = self._producer.leases
         if leases.has_ended and self._events.notify is not None:
             self._events.notify()
@@ -208,7 +206,7 @@ class TransferLoop:
             return _SERVING_SECONDS
         if self._producer.leases.may_be_read:
             return _LINGERING_SECONDS
-        return None if self._channel.is_idle else _TIMERS_SECONDS
+        return None
 
     def _stop(self) -> None:
         self._stopping = True
