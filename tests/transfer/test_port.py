@@ -24,7 +24,7 @@ from cairn.transfer.links.contract import Descriptors, LinkError, ReadState, Reg
 from cairn.transfer.memory import HostPool
 from cairn.transfer.worker import LinkWorker
 from doubles.memory_link import Fault
-from transfer.parts import parts
+from transfer.parts import parts, polled
 from transfer.scheduler_side_contract import SchedulerSideContract
 from transfer.world import GEOMETRY, PAGE_BYTES, World, keys, parsed, whole_pages
 
@@ -120,11 +120,11 @@ def test_a_read_of_many_chunks_keeps_two_handles_open():
     worker: WorkerSide = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence, chunk_bytes=2 * PAGE_BYTES)
     worker.start(order(world, range(7), range(7)))
     open_handles = []
-    while worker.poll(PullId(1)) is ReadState.READING:
+    while polled(worker, PullId(1)) is ReadState.READING:
         open_handles.append(world.link.num_open)
     assert max(open_handles) == 2 and len(world.link.moved) == 7
     with pytest.raises(AssertionError, match="no read"):
-        worker.poll(PullId(1))
+        polled(worker, PullId(1))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, PAGE_BYTES - 1, PAGE_BYTES, 3 * PAGE_BYTES + 1, 1 << 40])
@@ -140,7 +140,7 @@ def test_every_chunk_size_moves_every_page_once_and_is_kept(chunk_bytes, monkeyp
     monkeypatch.setattr(world.link, "read", counted)
     worker = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence, chunk_bytes=chunk_bytes)
     worker.start(order(world, range(10), range(20, 30)))
-    while worker.poll(PullId(1)) is ReadState.READING:
+    while polled(worker, PullId(1)) is ReadState.READING:
         pass
     assert [(move.remote_page, move.local_page) for move in world.link.moved] == list(
         zip(range(10), range(20, 30), strict=True)
@@ -153,9 +153,9 @@ def test_a_peer_that_dies_between_two_chunks_fails_the_read():
     world = World(descriptors_per_poll=1)
     worker = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence, chunk_bytes=PAGE_BYTES)
     worker.start(order(world, range(5), range(5)))
-    assert worker.poll(PullId(1)) is ReadState.READING
+    assert polled(worker, PullId(1)) is ReadState.READING
     world.fabric.inject(world.p.name, Fault.DEAD)
-    assert worker.poll(PullId(1)) is ReadState.FAILED
+    assert polled(worker, PullId(1)) is ReadState.FAILED
     assert world.link.num_open == worker.num_reads == 0
     with pytest.raises(LinkError, match="gone"):
         worker.start(order(world, range(5), range(5), pull=2))
@@ -197,11 +197,11 @@ def test_a_peer_that_the_link_drops_in_mid_read_fails_it_and_can_be_read_again()
     world = World(descriptors_per_poll=1)
     worker = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence)
     worker.start(order(world, range(5), range(5)))
-    assert worker.poll(PullId(1)) is ReadState.READING
+    assert polled(worker, PullId(1)) is ReadState.READING
     world.link.disconnect(world.p.name)
-    assert worker.poll(PullId(1)) is ReadState.FAILED, "half of the bytes are not all of them"
+    assert polled(worker, PullId(1)) is ReadState.FAILED, "half of the bytes are not all of them"
     worker.start(order(world, range(5), range(5), pull=2))
-    while (state := worker.poll(PullId(2))) is ReadState.READING:
+    while (state := polled(worker, PullId(2))) is ReadState.READING:
         pass
     assert state is ReadState.DONE
 
@@ -229,13 +229,13 @@ def test_a_peer_whose_read_has_failed_is_forgotten_even_if_nobody_waits_any_more
     monkeypatch.setattr(world.link, "disconnect", forgotten.append)
     worker = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence, chunk_bytes=PAGE_BYTES)
     worker.start(order(world, range(5), range(5)))
-    assert worker.poll(PullId(1)) is ReadState.READING
+    assert polled(worker, PullId(1)) is ReadState.READING
     states[1] = ReadState.FAILED
-    assert worker.poll(PullId(1)) is ReadState.READING and forgotten == []
+    assert polled(worker, PullId(1)) is ReadState.READING and forgotten == []
     if cancelled:
         worker.cancel(PullId(1))
     states[2] = ReadState.CANCELLED
-    assert worker.poll(PullId(1)) is ReadState.FAILED and forgotten == [world.p.name]
+    assert polled(worker, PullId(1)) is ReadState.FAILED and forgotten == [world.p.name]
 
 
 def test_a_peer_that_has_read_is_served_a_while_longer():

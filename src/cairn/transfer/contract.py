@@ -25,6 +25,7 @@ PullId = NewType("PullId", int)
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Pull = Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +299,7 @@ class ReadOrder(msgspec.Struct, frozen=True, tag="read", eq=False):
     `end` from the peer's `remote` pages into the own `local` ones, each in its side's size, and its checkpoint into
     the own state pages, or None. Each rank reads its share."""
 
-    pull: Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
+    pull: _Pull
     peer: Peer
     end: _Tokens
     remote: tuple[GroupPages, ...]
@@ -318,17 +319,24 @@ class Volume:
         return Volume(self.num_bytes + other.num_bytes, self.num_descriptors + other.num_descriptors)
 
 
+class ReadEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """How a read has ended: nothing more is written for it. `failure`: why another rank could not begin it. `volume`:
+    what was read, if it is DONE."""
+
+    pull: _Pull
+    state: ReadState
+    failure: str = ""
+    volume: Volume = Volume()
+
+
 class WorkerSide(Protocol):
     """Carries out the reads of one rank, or of all. A read is named by its pull."""
 
     def start(self, order: ReadOrder) -> None:
         """Post the reads. Raises LinkError when the peer cannot be read; then nothing was posted."""
 
-    def poll(self, pull: PullId) -> ReadState:
-        """Drive the read; returns its state. Once that is not READING, the read is forgotten."""
-
-    def take_volume(self, pull: PullId) -> Volume:
-        """Size of a read after `poll` has returned DONE; once."""
+    def poll(self, pull: PullId) -> ReadEnded | None:
+        """Drive the read; None while bytes may arrive. Once it has ended, it is forgotten."""
 
     def cancel(self, pull: PullId) -> None:
-        """Cancel the read. `poll` returns READING for as long as a late write may come."""
+        """Cancel the read. `poll` returns None for as long as a late write may come."""

@@ -15,6 +15,7 @@ shares with short ones, and one in quarantine costs one buffer.
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -208,16 +209,17 @@ class PairedPages:
         self._local = local
         self._rank = rank
         self._staging = staging
-        self._pairings: OrderedDict[PeerGeometry, Pairing] = OrderedDict()
+        self._pairing = lru_cache(_MAX_PAIRINGS)(self._pair)
         pair(model, local, local, rank)
 
     def __call__(self, order: ReadOrder) -> Sequence[Piece]:
         remote = order.peer.geometry
         if len(order.peer.ranks) != remote.tp_size:
             raise LinkError(f"the peer describes {len(order.peer.ranks)} ranks and has {remote.tp_size}")
-        pairing = self._pairing(remote)
         try:
-            return self._pieces(pairing, order)
+            return self._pieces(self._pairing(remote), order)
+        except ConfigError as error:
+            raise LinkError(str(error)) from error
         except ValueError as error:
             raise LinkError(f"the peer's pages do not fit what is to be read: {error}") from error
 
@@ -244,15 +246,5 @@ class PairedPages:
             joined = {rank: reads.whole(pairing.local.page_bytes) for rank, reads in joined.items()}
         return [Piece(joined), *staged] if joined else staged
 
-    def _pairing(self, remote: PeerGeometry) -> Pairing:
-        known = self._pairings.get(remote)
-        if known is None:
-            try:
-                known = pair(self._model, remote, self._local, self._rank)
-            except ConfigError as error:
-                raise LinkError(str(error)) from error
-            self._pairings[remote] = known
-            if len(self._pairings) > _MAX_PAIRINGS:
-                self._pairings.popitem(last=False)
-        self._pairings.move_to_end(remote)
-        return known
+    def _pair(self, remote: PeerGeometry) -> Pairing:
+        return pair(self._model, remote, self._local, self._rank)

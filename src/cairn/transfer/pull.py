@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from cairn.transfer.claim import make_claim, plan_read
-from cairn.transfer.contract import KvSource, PullId, PullSpec, ReadOrder, Volume
+from cairn.transfer.contract import KvSource, PullId, PullSpec, ReadEnded, ReadOrder, Volume
 from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.session import ConsumerTools, PeerFailed, ProducerSession
 from cairn.transfer.wire import Claim, Confirm, Decline, Granted, Heartbeat, Refused, Release, Reply, Request
@@ -101,7 +101,7 @@ class Pull:
         self._event_loop = tools.event_loop
         self._claim: int | None = None
         self._grant: Granted | None = None
-        self._read: asyncio.Future[ReadState] = self._event_loop.create_future()
+        self._read: asyncio.Future[ReadEnded] = self._event_loop.create_future()
         self._aborted = False
         self._task = self._event_loop.create_task(self._run())
 
@@ -138,12 +138,12 @@ class Pull:
         """Drive the link."""
         if self.state in (PullState.READING, PullState.ABANDONED) and not self._read.done():
             try:
-                state = self._worker.poll(self.id)
+                ended = self._worker.poll(self.id)
             except Exception:
                 logger.exception("the read of transfer %d of %s", self.id, self.spec.request_id)
-                state = ReadState.FAILED
-            if state is not ReadState.READING:
-                self._read.set_result(state)
+                ended = ReadEnded(self.id, ReadState.FAILED)
+            if ended is not None:
+                self._read.set_result(ended)
 
     async def _run(self) -> None:
         try:
@@ -201,9 +201,10 @@ class Pull:
         self.look()
         if not self._read.done():
             await self._wait_for_read(self.session, claim)
-        if self._read.result() is not ReadState.DONE:
-            raise PeerFailed("the link failed while reading")
-        self.volume = self._worker.take_volume(self.id)
+        ended = self._read.result()
+        if ended.state is not ReadState.DONE:
+            raise PeerFailed(f"the link failed while reading{ended.failure and ': '}{ended.failure}")
+        self.volume = ended.volume
 
     async def _wait_for_read(self, session: ProducerSession, claim: int) -> None:
         beats = self._event_loop.create_task(self._beat(claim))

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cairn.transfer.contract import Peer, PullId, ReadOrder, Volume
+from cairn.transfer.contract import Peer, PullId, ReadEnded, ReadOrder, Volume
 from cairn.transfer.links.contract import Descriptors, Link, LinkError, ReadState
 from cairn.transfer.memory import Fence
 from cairn.transfer.planner import Piece, Planner
@@ -52,7 +52,6 @@ class LinkWorker:
         self._new_fence = new_fence
         self._chunk_bytes = chunk_bytes
         self._reads: dict[PullId, _Read] = {}
-        self._volumes: dict[PullId, Volume] = {}
 
     @property
     def num_reads(self) -> int:
@@ -70,7 +69,7 @@ class LinkWorker:
             raise
         self._reads[order.pull] = read
 
-    def poll(self, pull: PullId) -> ReadState:
+    def poll(self, pull: PullId) -> ReadEnded | None:
         read = self._reads.get(pull)
         if read is None:
             raise AssertionError(f"pull {pull} has no read")
@@ -83,16 +82,11 @@ class LinkWorker:
             self._stop(read, ReadState.FAILED)
         self._finish_pieces(read)
         if read.open_pieces or read.pieces:
-            return ReadState.READING
+            return None
         del self._reads[pull]
         if read.end is ReadState.FAILED:
             self._disconnect(read)
-        elif read.end is ReadState.DONE:
-            self._volumes[pull] = read.volume
-        return read.end
-
-    def take_volume(self, pull: PullId) -> Volume:
-        return self._volumes.pop(pull)
+        return ReadEnded(pull, read.end, volume=read.volume)
 
     def cancel(self, pull: PullId) -> None:
         read = self._reads.get(pull)
