@@ -80,36 +80,28 @@ class PageSource(Protocol):
     @property
     def is_busy(self) -> bool:
         """Whether a request for which it is not ready is going to be ready by itself."""
-        ...
 
     def may_have(self, request: FetchRequest) -> bool:
         """Whether it is worth asking for a plan, in O(1): called when the request is submitted."""
-        ...
 
     def is_ready(self, request: FetchRequest) -> bool:
         """Whether it knows by now what it would bring: not before that it is asked for a plan. In O(1)."""
-        ...
 
     def plan(self, request: FetchRequest, sequence: SequenceBlocks) -> FetchPlan | None:
         """What it would bring of the prompt beyond `sequence`, which has been looked up; None: nothing."""
-        ...
 
     def start(self, request: FetchRequest, target: FetchTarget) -> PullId:
         """Begin a fetch, by a number of this source's own. It ends in exactly one `PullEnded` and one `PagesFree`,
         also when it is aborted."""
-        ...
 
     def abort(self, pull: PullId) -> None:
         """Nobody waits for it any more. Its `PagesFree` may come much later. Does nothing for ended ones."""
-        ...
 
     def decline(self, request: FetchRequest) -> None:
         """Nothing is wanted of it for this request, for which it has started no fetch."""
-        ...
 
     def events(self) -> list[FetchEvent]:
         """Events since the last call, in order."""
-        ...
 
 
 class PageSink(Protocol):
@@ -118,8 +110,6 @@ class PageSink(Protocol):
     @property
     def num_pins(self) -> int:
         """Pins of pages that are being copied, which end by themselves."""
-        ...
 
     def poll(self) -> bool:
         """Between steps: unpin what has been copied, and go on. Whether anything was unpinned."""
-        ...

@@ -248,13 +248,23 @@ class Leases:
             return lease if isinstance(lease, RefusalReason) else self._give(lease, granted)
 
     def grant(self, claim: Claim, nonce: bytes) -> Claimed | None:
-        """Give all of an offer to a claim that came without a lease and matches all of it; None if it has ended."""
+        """Give all of an offer to a claim that came without a lease. None if the lease has ended, if the offer has
+        nothing beyond `start`, and if the claim contradicts itself. Raises AssertionError for an offer of other content
+        than was claimed."""
         with self._lock:
             self.expire()
             lease = self._active.get(nonce)
-            offer = None if lease is None else lease.offer
-            granted = None if offer is None else make_grant(claim, offer, len(offer.keys))
-            return None if lease is None or granted is None else self._give(lease, granted)
+        if lease is None or (offer := lease.offer) is None or len(offer.keys) <= claim.start:
+            return None
+        if match_claim(claim, offer, self._layout) != len(offer.keys):
+            if claim.end is None:
+                raise AssertionError(f"{offer.request_id}: {len(offer.keys)} tokens are at no mark of the claim")
+            # Found by an end that the marks do not lead to, which is the peer's fault.
+            return None
+        granted = make_grant(claim, offer, len(offer.keys))
+        with self._lock:
+            self.expire()
+            return None if granted is None or nonce not in self._active else self._give(lease, granted)
 
     def heartbeat(self, lease: Lease | None) -> RefusalReason | None:
         """Extend a claimed lease. None, and one that has ended: whoever reads has given up, and needs this side until

@@ -13,8 +13,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cairn.transfer.claim import match_claim
-from cairn.transfer.contract import LookupId, LookupRequest, Offer, Peer
+from cairn.transfer.contract import LookupId, LookupRequest, Peer
 from cairn.transfer.digest import DIGEST_BYTES
 from cairn.transfer.leases import Claimed, Lease, LeaseLimits, Leases
 from cairn.transfer.session import explain_layouts
@@ -61,14 +60,10 @@ class LookupLimits:
 
 
 class ContentLookups:
-    """Claims without a lease that wait for the cache to be looked up. `layout` is `digest.layout_hash`; `emit` tells
-    the scheduler."""
+    """Claims without a lease that wait for the cache to be looked up. `emit` tells the scheduler."""
 
-    def __init__(
-        self, leases: Leases, layout: bytes, limits: LookupLimits, emit: Callable[[LookupRequest], None]
-    ) -> None:
+    def __init__(self, leases: Leases, limits: LookupLimits, emit: Callable[[LookupRequest], None]) -> None:
         self._leases = leases
-        self._layout = layout
         self._limits = limits
         self._emit = emit
         self._open: dict[LookupId, tuple[Claim, asyncio.Future[Claimed | None]]] = {}
@@ -103,27 +98,19 @@ class ContentLookups:
         finally:
             del self._open[lookup]
 
-    def refuse(self, lookup: LookupId) -> None:
-        """Nothing is cached of what was claimed. Does nothing for unknown and ended lookups."""
-        if lookup in self._open and not (answer := self._open[lookup][1]).done():
-            answer.set_result(None)
-
-    def grant(self, lookup: LookupId, offer: Offer, nonce: bytes) -> None:
-        """Give the lease `nonce` of the offer to the sender of the claim. It ends, and nothing is given, when the
-        lookup has ended, when the claim contradicts itself, or when the offer has nothing beyond `start`. Raises
-        AssertionError for an offer of other content than was claimed."""
+    def answer(self, lookup: LookupId, nonce: bytes | None) -> None:
+        """Give the lease `nonce`, of an offer that was made for it, to the sender of the claim; None: nothing is cached
+        of what was claimed. The lease ends, and nothing is given, when the lookup has ended or `Leases.grant` gives
+        nothing."""
         claim, answer = self._open.get(lookup, (None, None))
         claimed = None
-        if claim is not None and answer is not None and not answer.done() and len(offer.keys) > claim.start:
-            if match_claim(claim, offer, self._layout) == len(offer.keys):
+        if nonce is not None:
+            if claim is not None and answer is not None and not answer.done():
                 claimed = self._leases.grant(claim, nonce)
-                answer.set_result(claimed)
-            elif claim.end is None:
-                raise AssertionError(f"{offer.request_id}: {len(offer.keys)} tokens are at no mark of the claim")
-            # Found by an end that the marks do not lead to: the claim contradicts itself, which is the peer's fault.
-        if claimed is None:
-            self._leases.withdraw(nonce)
-            self.refuse(lookup)
+            if claimed is None:
+                self._leases.withdraw(nonce)
+        if answer is not None and not answer.done():
+            answer.set_result(claimed)
 
 
 class Producer:
@@ -139,7 +126,7 @@ class Producer:
         emit: Callable[[LookupRequest], None],
     ) -> None:
         self.leases = Leases(me.layout, limits, clock, random)
-        self.lookups = ContentLookups(self.leases, me.layout, LookupLimits(), emit)
+        self.lookups = ContentLookups(self.leases, LookupLimits(), emit)
         self.num_connections = 0
         self.questions, self.answers = questions(), answers()
         self._me = me

@@ -90,12 +90,9 @@ class TransferPort:
             self._look()
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
-        if offer is None:
-            self._post(self.producer.lookups.refuse, lookup)
-            return None
-        nonce = self._leases.offer(offer)
-        self._post(self.producer.lookups.grant, lookup, offer, nonce)
-        return remote_request_id(offer.request_id, nonce)
+        nonce = None if offer is None else self._leases.offer(offer)
+        self._post(self.producer.lookups.answer, lookup, nonce)
+        return None if offer is None or nonce is None else remote_request_id(offer.request_id, nonce)
 
     def pull(self, spec: PullSpec) -> PullId:
         self._pulls += 1
