@@ -25,7 +25,6 @@ class Consumer:
         self._sessions: dict[Address, ProducerSession] = {}
         self._unresponsive = UnresponsivePeers(clock, PullLimits.retry_silent)
         self._pulls: dict[PullId, Pull] = {}
-        self._dropped = 0
 
     @property
     def num_open(self) -> int:
@@ -45,7 +44,7 @@ class Consumer:
     @property
     def dropped(self) -> int:
         """Frames that were ignored."""
-        return self._dropped + sum(session.dropped for session in self._sessions.values())
+        return self._tools.frames.dropped
 
     def pull(self, spec: PullSpec, number: PullId) -> None:
         """Start a pull. `number`: one that no other pull ever had."""
@@ -101,7 +100,6 @@ class Consumer:
         address = source.address
 
         def ended(session: ProducerSession, failure: PeerFailed) -> None:
-            self._dropped += session.dropped
             del self._sessions[address]
             if failure.is_silent:
                 self._unresponsive.add(address, session.engine_id)

@@ -7,7 +7,7 @@ when the connection is lost, all that waits fails at once, and the producer rele
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cairn.errors import ConfigError
@@ -19,14 +19,11 @@ from cairn.transfer.wire import (
     NONCE_BYTES,
     VERSION,
     Denied,
+    Frames,
     Hello,
     Question,
     Reply,
     Request,
-    answers,
-    greeting_answers,
-    greetings,
-    questions,
 )
 
 HANDSHAKE_SECONDS = 5.0
@@ -70,6 +67,7 @@ class ConsumerTools:
     connect: Connect
     random: Callable[[int], bytes]
     event_loop: asyncio.AbstractEventLoop
+    frames: Frames = field(default_factory=Frames)
 
 
 class ProducerSession:
@@ -95,20 +93,13 @@ class ProducerSession:
         self.closed: asyncio.Future[None] = event_loop.create_future()
         me = tools.me
         self._hello = Hello(VERSION, me.engine_id, tools.random(NONCE_BYTES), me.layout, me.geometry)
-        self._greetings, self._greeting_answers = greetings(), greeting_answers()
-        self._questions, self._answers = questions(), answers()
+        self._frames = tools.frames
         self._stream: Stream | None = None
         self._open: asyncio.Future[Peer] = event_loop.create_future()
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._told: set[asyncio.Task[None]] = set()
         self._last_number = 0
-        self._num_ignored = 0
         self._task = event_loop.create_task(self._run())
-
-    @property
-    def dropped(self) -> int:
-        """Frames that were ignored."""
-        return self._greeting_answers.dropped + self._answers.dropped + self._num_ignored
 
     async def opened(self) -> Peer:
         """Waits for the handshake, which has a deadline. Raises PeerFailed."""
@@ -129,7 +120,7 @@ class ProducerSession:
         self._waiting[number] = answer
         try:
             async with asyncio.timeout(seconds):
-                await self._stream.send(self._questions.encode(Question(number, request)))
+                await self._stream.send(self._frames.questions.encode(Question(number, request)))
                 return await answer
         except ConnectionLost as lost:
             raise self.failure or PeerFailed(str(lost)) from lost
@@ -174,10 +165,10 @@ class ProducerSession:
             while True:
                 frame = await stream.receive()
                 self._heard()
-                answer = self._answers.decode(frame)
+                answer = self._frames.answers.decode(frame)
                 waiting = None if answer is None else self._waiting.get(answer.number)
                 if answer is None or waiting is None or waiting.done():
-                    self._num_ignored += answer is not None
+                    self._frames.answers.dropped += answer is not None
                 else:
                     waiting.set_result(answer.record)
         except TimeoutError:
@@ -192,9 +183,9 @@ class ProducerSession:
     async def _greet(self) -> Stream:
         """The stream to a producer that serves the same layout. Raises ConnectionLost, PeerFailed."""
         self._stream = stream = await self._connect(self.address)
-        await stream.send(self._greetings.encode(self._hello))
+        await stream.send(self._frames.greetings.encode(self._hello))
         while True:
-            answer = self._greeting_answers.decode(await stream.receive())
+            answer = self._frames.greeting_answers.decode(await stream.receive())
             self._heard()
             if answer is not None and answer.answers == self._hello.nonce:
                 break

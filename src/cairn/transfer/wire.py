@@ -11,6 +11,7 @@ question, on its connection alone: all that is said of it later comes by the sam
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from types import MappingProxyType
@@ -227,6 +228,21 @@ greetings = partial(RecordFrames[Hello], msgspec.msgpack.Decoder(Hello))
 greeting_answers = partial(RecordFrames[Welcome | Denied], msgspec.msgpack.Decoder(Welcome | Denied))
 questions = partial(RecordFrames[Question], msgspec.msgpack.Decoder(Question))
 answers = partial(RecordFrames[Answer], msgspec.msgpack.Decoder(Answer))
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """All that is said on connections of one side."""
+
+    greetings: RecordFrames[Hello] = field(default_factory=greetings)
+    greeting_answers: RecordFrames[Welcome | Denied] = field(default_factory=greeting_answers)
+    questions: RecordFrames[Question] = field(default_factory=questions)
+    answers: RecordFrames[Answer] = field(default_factory=answers)
+
+    @property
+    def dropped(self) -> int:
+        """Frames that were no record, or none that was waited for."""
+        return sum(each.dropped for each in (self.greetings, self.greeting_answers, self.questions, self.answers))
 
 
 def encode_array(value: object) -> bytes:
