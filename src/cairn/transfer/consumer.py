@@ -68,7 +68,7 @@ class Consumer:
             # The next transfer begins with a new handshake: the peer may have forgotten this session.
             pull.session.close("the peer did not answer")
             self._unresponsive.add(source.address, source.engine_id)
-        self._emit(PullEnded(pull.id, pull.failure, pull.position, pull.checkpoint_position, pull.volume))
+        self._emit(pull.outcome)
 
     def _pages_free(self, number: PullId) -> None:
         del self._pulls[number]

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from cairn.transfer.claim import make_claim, plan_read
-from cairn.transfer.contract import KvSource, PullId, PullSpec, ReadEnded, ReadOrder, Volume
+from cairn.transfer.contract import KvSource, PullEnded, PullId, PullSpec, ReadEnded, ReadOrder, Volume
 from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.session import ConsumerTools, PeerFailed, ProducerSession
 from cairn.transfer.wire import Claim, Confirm, Decline, Granted, Heartbeat, Refused, Release, Reply, Request
@@ -92,7 +92,6 @@ class Pull:
         self.state = PullState.RESOLVING
         self.failure: str | None = None
         self.is_silent = False
-        self.volume: Volume | None = None
         self.session: ProducerSession | None = None
         self._session_with = session_with
         self._ended = ended
@@ -101,21 +100,17 @@ class Pull:
         self._event_loop = tools.event_loop
         self._claim: int | None = None
         self._grant: Granted | None = None
+        self._volume: Volume | None = None
         self._read: asyncio.Future[ReadEnded] = self._event_loop.create_future()
         self._aborted = False
         self._task = self._event_loop.create_task(self._run())
 
     @property
-    def position(self) -> int:
-        """Tokens that may be used after a success. Before a grant: those that the lease promises."""
-        if self._grant is not None:
-            return self._grant.position
-        return 0 if self.spec.source.nonce is None else len(self.spec.keys)
-
-    @property
-    def checkpoint_position(self) -> int | None:
-        """Position of the granted checkpoint, None if there is none."""
-        return None if self._grant is None else self._grant.checkpoint_position
+    def outcome(self) -> PullEnded:
+        """Before a grant its position is that of what the lease promises."""
+        promised, grant = 0 if self.spec.source.nonce is None else len(self.spec.keys), self._grant
+        position, checkpoint = (promised, None) if grant is None else (grant.position, grant.checkpoint_position)
+        return PullEnded(self.id, self.failure, position, checkpoint, self._volume)
 
     @property
     def is_over(self) -> bool:
@@ -204,7 +199,7 @@ class Pull:
         ended = self._read.result()
         if ended.state is not ReadState.DONE:
             raise PeerFailed(f"the link failed while reading{ended.failure and ': '}{ended.failure}")
-        self.volume = ended.volume
+        self._volume = ended.volume
 
     async def _wait_for_read(self, session: ProducerSession, claim: int) -> None:
         beats = self._event_loop.create_task(self._beat(claim))
