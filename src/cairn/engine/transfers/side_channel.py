@@ -125,7 +125,7 @@ class SideChannel:
     def _accept(self) -> None:
         for num_accepted in range(_ACCEPTS_PER_TURN):
             try:
-                accepted, address = self._listener.accept()
+                accepted, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -136,13 +136,13 @@ class SideChannel:
             self._make_room("unauthenticated", self._limits.max_unauthenticated)
             made = BoundedSocket(fileno=accepted.detach())
             stream = self._add(made, accepted=True, seconds=self._limits.handshake_seconds)
-            task = self._event_loop.create_task(self._serve_accepted(stream, made, address))
+            task = self._event_loop.create_task(self._serve_accepted(stream, made))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _serve_accepted(self, stream: TlsStream, accepted: BoundedSocket, address: Address) -> None:
+    async def _serve_accepted(self, stream: TlsStream, accepted: BoundedSocket) -> None:
         with contextlib.suppress(ConnectionLost):
-            await stream.open(accepted, address)
+            await stream.open(accepted)
             self._make_room("consumer", self._limits.max_consumers, kept=stream)
             assert self._serve is not None
             await self._serve(stream)

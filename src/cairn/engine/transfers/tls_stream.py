@@ -14,6 +14,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any
 
+from cairn.transfer.peers import Address
 from cairn.transfer.stream import ConnectionLost
 from cairn.transfer.wire import MAX_FRAME_BYTES
 
@@ -66,16 +67,16 @@ class TlsStream:
         self._writer: asyncio.StreamWriter | None = None
         self._sending = asyncio.Lock()
 
-    async def open(self, made: BoundedSocket, address: tuple[str, int]) -> None:
-        """Connect to `address`, or shake hands with whoever was accepted from there, over a socket that is closed with
-        this. Raises ConnectionLost."""
+    async def open(self, made: BoundedSocket, address: Address | None = None) -> None:
+        """Connect to `address`, or shake hands with whoever was accepted, over a socket that is closed with this.
+        Raises ConnectionLost."""
         tls, loop = self._context, self._event_loop
         protocol = asyncio.StreamReaderProtocol(self._reader, loop=loop)
         self._opening = asyncio.current_task()
         try:
             if self.lost is not None:
                 raise ConnectionLost(self.lost)
-            if self.to_connect:
+            if address is not None:
                 await loop.sock_connect(made, address)
                 transport, _ = await loop.create_connection(lambda: protocol, ssl=tls, sock=made, server_hostname="")
             else:
