@@ -36,10 +36,6 @@ class _Read:
     end: ReadState = ReadState.DONE
     volume: Volume = field(default_factory=Volume)
 
-    @property
-    def num_handles(self) -> int:
-        return sum(len(opened.handles) for opened in self.open_pieces)
-
 
 class LinkWorker:
     """A `WorkerSide` on one link. `plan` may raise LinkError. `new_fence`: `PoolMemory.fence` of the link's memory."""
@@ -118,7 +114,7 @@ class LinkWorker:
 
     def _post_handle(self, read: _Read) -> bool:
         """Post one more handle if there may be one; returns whether another call may post one, too."""
-        if read.num_handles >= _HANDLES:
+        if sum(len(opened.handles) for opened in read.open_pieces) >= _HANDLES:
             return False
         opened = next((opened for opened in read.open_pieces if opened.chunks), None) or self._begin_piece(read)
         if opened is None:
