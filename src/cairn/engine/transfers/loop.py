@@ -154,16 +154,6 @@ class TransferLoop:
         authenticated."""
         return self._channel.dropped + self._producer.dropped + self._consumer.dropped + self._ranks.dropped
 
-    @property
-    def num_skipped(self) -> int:
-        """Pulls that were not tried, because their peer had not answered lately."""
-        return self._consumer.num_skipped
-
-    @property
-    def num_open(self) -> int:
-        """Pulls whose pages may still be written to, those under way included."""
-        return self._consumer.num_open
-
     def start(self, notify: Callable[[], None]) -> None:
         """`notify` is called when there are events for the scheduler."""
         self._events.notify = notify
