@@ -207,6 +207,17 @@ def test_both_ends_hear_of_a_connection_that_has_ended():
     d.close()
 
 
+def test_nothing_is_sent_by_a_connection_that_is_closed_here(channels):
+    (address, p), (_, d), _ = channels
+    d.send(address, b"hello")
+    await_frames(p, others=[d])
+    (stream,) = d.streams.values()
+    stream.close("over")
+    sent = d.event_loop.create_task(stream.send(b"too late"))
+    d.event_loop.spin()
+    assert str(sent.exception()) == "over" and d.num_connections == 0
+
+
 def test_a_connection_on_which_nothing_comes_is_closed_after_a_while():
     clock = ManualClock()
     p, d = side_channel(clock=clock), side_channel(clock=clock)

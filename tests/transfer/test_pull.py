@@ -486,6 +486,22 @@ def test_a_heartbeat_is_sent_once_in_its_time_while_reading_and_while_given_up()
         world.clock.advance(PullLimits().heartbeat)
 
 
+def test_a_heartbeat_that_is_not_answered_ends_no_read(monkeypatch):
+    world, _ = reading()
+    send = MemoryStream.send
+
+    async def swallow(self, frame):
+        if self.channel is not world.p.channel or b"done" not in frame:
+            await send(self, frame)
+
+    monkeypatch.setattr(MemoryStream, "send", swallow)
+    for _ in range(3):
+        world.clock.advance(PullLimits().heartbeat)
+        assert world.run(3) == []
+    world.fabric.inject(world.p.name, Fault.NONE)
+    assert ended(world.run()) == (None, 160)
+
+
 def test_a_read_that_does_not_get_on_is_given_up():
     world, _ = reading()
     read, beat = PullLimits().read, PullLimits().heartbeat

@@ -111,7 +111,7 @@ def test_both_learn_of_each_other():
     asked = wire.ask(Release(7))
     wire.pump()
     assert asked.result() == Done() and wire.heard == [0.0, 0.0]
-    assert wire.producer.dropped == wire.tools.frames.dropped == 0 and wire.ended == []
+    assert wire.producer.dropped == wire.tools.codecs.dropped == 0 and wire.ended == []
 
 
 def test_a_question_before_hello_is_dropped():
@@ -234,7 +234,7 @@ def test_a_question_without_an_answer_has_a_deadline_and_its_late_answer_is_igno
     wire.event_loop.spin()
     assert isinstance(asked.exception(), TimeoutError) and wire.session.failure is None
     wire.pump()
-    assert wire.tools.frames.dropped == 1
+    assert wire.tools.codecs.dropped == 1
     again = wire.ask(Release(7))
     wire.pump()
     assert again.result() == Done()
@@ -249,14 +249,14 @@ def test_answers_go_to_whoever_has_asked_in_any_order():
     for number, record in ((2, Refused(RefusalReason.USED)), (9, Done()), (1, Done()), (1, Done())):
         near.arrive(answers().encode(Answer(number, record)))
     wire.pump()
-    assert [each.result() for each in asked] == [Done(), Refused(RefusalReason.USED)] and wire.tools.frames.dropped == 2
+    assert [each.result() for each in asked] == [Done(), Refused(RefusalReason.USED)] and wire.tools.codecs.dropped == 2
 
 
 def test_what_nobody_waits_for_is_sent_all_the_same():
     wire = Wire().opened()
     wire.session.tell(Release(7), 5.0)
     wire.pump()
-    assert questions().decode(wire.said[-1]) == Question(1, Release(7)) and wire.tools.frames.dropped == 0
+    assert questions().decode(wire.said[-1]) == Question(1, Release(7)) and wire.tools.codecs.dropped == 0
     wire.session.close("over")
     wire.session.tell(Release(7), 5.0)
     wire.pump()

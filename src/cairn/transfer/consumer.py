@@ -44,7 +44,7 @@ class Consumer:
     @property
     def dropped(self) -> int:
         """Frames that were ignored."""
-        return self._tools.frames.dropped
+        return self._tools.codecs.dropped
 
     def pull(self, spec: PullSpec, number: PullId) -> None:
         """Start a pull. `number`: one that no other pull ever had."""

@@ -22,12 +22,12 @@ from cairn.transfer.wire import (
     VERSION,
     Answer,
     Claim,
+    Codecs,
     Confirm,
     Confirmed,
     Decline,
     Denied,
     Done,
-    Frames,
     Heartbeat,
     RefusalReason,
     Refused,
@@ -125,13 +125,13 @@ class Producer:
         self.leases = Leases(me.layout, limits, clock, random)
         self.lookups = ContentLookups(self.leases, LookupLimits(), emit)
         self.num_connections = 0
-        self.frames = Frames()
+        self.codecs = Codecs()
         self._me = me
 
     @property
     def dropped(self) -> int:
         """Frames that were no record."""
-        return self.frames.dropped
+        return self.codecs.dropped
 
     @property
     def is_idle(self) -> bool:
@@ -160,7 +160,7 @@ class Producer:
 
     async def _greet(self, stream: Stream) -> bool:
         """Whether the consumer is welcome. Raises ConnectionLost, TimeoutError."""
-        while (hello := self.frames.greetings.decode(await stream.receive())) is None:
+        while (hello := self.codecs.greetings.decode(await stream.receive())) is None:
             pass
         me, refusal = self._me, None
         if hello.version != VERSION:
@@ -171,7 +171,7 @@ class Producer:
         answer = None if refusal is None else Denied(hello.nonce, refusal)
         welcome = Welcome(hello.nonce, me.engine_id, me.layout, me.geometry, list(me.ranks))
         async with asyncio.timeout(ROOM_SECONDS):
-            await stream.send(self.frames.greeting_answers.encode(answer or welcome))
+            await stream.send(self.codecs.greeting_answers.encode(answer or welcome))
         return refusal is None
 
 
@@ -190,7 +190,7 @@ class _Consumer:
         """Raises ConnectionLost and, when no answer is taken, TimeoutError."""
         try:
             while True:
-                question = self._producer.frames.questions.decode(await self._stream.receive())
+                question = self._producer.codecs.questions.decode(await self._stream.receive())
                 if question is None:
                     continue
                 number, record = question.number, question.record
@@ -208,7 +208,7 @@ class _Consumer:
 
     async def _reply(self, number: int, reply: Reply) -> None:
         async with asyncio.timeout(ROOM_SECONDS):
-            await self._stream.send(self._producer.frames.answers.encode(Answer(number, reply)))
+            await self._stream.send(self._producer.codecs.answers.encode(Answer(number, reply)))
 
     def _answer(self, number: int, request: Request) -> Reply:
         refusal: RefusalReason | None

@@ -18,8 +18,8 @@ from cairn.transfer.stream import Connect, ConnectionLost, Stream
 from cairn.transfer.wire import (
     NONCE_BYTES,
     VERSION,
+    Codecs,
     Denied,
-    Frames,
     Hello,
     Question,
     Reply,
@@ -67,7 +67,7 @@ class ConsumerTools:
     connect: Connect
     random: Callable[[int], bytes]
     event_loop: asyncio.AbstractEventLoop
-    frames: Frames = field(default_factory=Frames)
+    codecs: Codecs = field(default_factory=Codecs)
 
 
 class ProducerSession:
@@ -93,7 +93,7 @@ class ProducerSession:
         self.closed: asyncio.Future[None] = event_loop.create_future()
         me = tools.me
         self._hello = Hello(VERSION, me.engine_id, tools.random(NONCE_BYTES), me.layout, me.geometry)
-        self._frames = tools.frames
+        self._codecs = tools.codecs
         self._stream: Stream | None = None
         self._open: asyncio.Future[Peer] = event_loop.create_future()
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
@@ -120,7 +120,7 @@ class ProducerSession:
         self._waiting[number] = answer
         try:
             async with asyncio.timeout(seconds):
-                await self._stream.send(self._frames.questions.encode(Question(number, request)))
+                await self._stream.send(self._codecs.questions.encode(Question(number, request)))
                 return await answer
         except ConnectionLost as lost:
             raise self.failure or PeerFailed(str(lost)) from lost
@@ -165,10 +165,10 @@ class ProducerSession:
             while True:
                 frame = await stream.receive()
                 self._heard()
-                answer = self._frames.answers.decode(frame)
+                answer = self._codecs.answers.decode(frame)
                 waiting = None if answer is None else self._waiting.get(answer.number)
                 if answer is None or waiting is None or waiting.done():
-                    self._frames.answers.dropped += answer is not None
+                    self._codecs.answers.dropped += answer is not None
                 else:
                     waiting.set_result(answer.record)
         except TimeoutError:
@@ -183,9 +183,9 @@ class ProducerSession:
     async def _greet(self) -> Stream:
         """The stream to a producer that serves the same layout. Raises ConnectionLost, PeerFailed."""
         self._stream = stream = await self._connect(self.address)
-        await stream.send(self._frames.greetings.encode(self._hello))
+        await stream.send(self._codecs.greetings.encode(self._hello))
         while True:
-            answer = self._frames.greeting_answers.decode(await stream.receive())
+            answer = self._codecs.greeting_answers.decode(await stream.receive())
             self._heard()
             if answer is not None and answer.answers == self._hello.nonce:
                 break

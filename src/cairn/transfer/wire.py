@@ -231,8 +231,8 @@ answers = partial(RecordFrames[Answer], msgspec.msgpack.Decoder(Answer))
 
 
 @dataclass(frozen=True, slots=True)
-class Frames:
-    """All that is said on connections of one side."""
+class Codecs:
+    """For all that is said on the connections of one side."""
 
     greetings: RecordFrames[Hello] = field(default_factory=greetings)
     greeting_answers: RecordFrames[Welcome | Denied] = field(default_factory=greeting_answers)
