@@ -1,18 +1,10 @@
 """An event loop that a test turns by hand, with a clock that stands still unless told."""
 
-import asyncio
+from cairn.engine.transfers.loop import ClockedLoop
 
 
-class TurnedLoop(asyncio.SelectorEventLoop):
-    """Deadlines are those of `clock`. `spin` does all that can be done without time passing. Goes with its world,
-    whatever waits in it."""
-
-    def __init__(self, clock) -> None:
-        super().__init__()
-        self._clock = clock
-
-    def time(self) -> float:
-        return self._clock.now()
+class TurnedLoop(ClockedLoop):
+    """`spin` does all that can be done without time passing. Goes with its world, whatever waits in it."""
 
     def spin(self, most=10_000) -> None:
         for _ in range(most):

@@ -6,7 +6,6 @@ do_remote_decode (+ cairn_decode_hint)         kv_export (+ a source, no lease) 
 do_remote_prefill + a reference                a source with a lease                cairn_decode_hint: what is here now
 """
 
-import asyncio
 import logging
 import os
 import threading
@@ -20,7 +19,7 @@ import msgspec
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import KvTransferConfig, TransferReport
-from cairn.engine.transfers.loop import EventQueue, TransferLoop, TransferPort
+from cairn.engine.transfers.loop import ClockedLoop, EventQueue, TransferLoop, TransferPort
 from cairn.engine.transfers.side_channel import SideChannel, create_listener
 from cairn.errors import ConfigError, EngineDead, InvalidRequest
 from cairn.scheduler.request import PromptOffer, Request
@@ -217,8 +216,7 @@ def build_transfer(
     engine_id = str(uuid.uuid4())
     me = Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described, layout_hash)
     listener = create_listener(config.host, config.port)
-    # its time is that of `SystemClock`
-    event_loop, events = asyncio.SelectorEventLoop(), EventQueue()
+    event_loop, events = ClockedLoop(clock), EventQueue()
     channel = SideChannel(listener, derive_credentials(secret), event_loop)
     limits = LeaseLimits(max_pages=int(memory.num_pages * config.lease_share), duration=config.lease_seconds)
     producer = Producer(me, limits, clock, os.urandom, events.put)

@@ -25,6 +25,7 @@ from cairn.transfer.links.contract import Link
 from cairn.transfer.params import remote_request_id, split_reference
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
+from cairn.types import Clock
 
 _READING_SECONDS = 0.001
 _SERVING_SECONDS = 0.005
@@ -34,6 +35,17 @@ _STOP_SECONDS = 5.0
 _Arguments = TypeVarTuple("_Arguments")
 
 logger = logging.getLogger(__name__)
+
+
+class ClockedLoop(asyncio.SelectorEventLoop):
+    """An event loop whose deadlines are those of `clock`."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def time(self) -> float:
+        return self._clock.now()
 
 
 class EventQueue:
