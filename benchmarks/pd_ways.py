@@ -81,9 +81,9 @@ def worker(model: Model, share: Share, pool: NDArray[np.uint8], source: Source) 
 
     def move() -> None:
         hands.start(order)
-        while (state := hands.poll(order.pull)) is ReadState.READING:
+        while (ended := hands.poll(order.pull)) is None:
             pass
-        assert state is ReadState.DONE, state
+        assert ended.state is ReadState.DONE, ended
 
     return move
 

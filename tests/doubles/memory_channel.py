@@ -116,7 +116,6 @@ class MemoryChannel:
         self.looks = 0
         self.dropped = 0
         self.is_closed = False
-        self.is_idle = True
         self.streams: dict[MemoryStream, None] = {}
         self.sent: list[bytes] = []
         self._event_loop = event_loop
@@ -160,9 +159,6 @@ class MemoryChannel:
         """Whether anything has arrived."""
         self.looks += 1
         return bool([stream for stream in list(self.streams) if stream.deliver()])
-
-    def expire(self) -> None:
-        """Nothing ends by time here."""
 
     def close(self) -> None:
         """Its process is gone: what is sent to it vanishes, and nobody hears of it."""

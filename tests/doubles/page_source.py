@@ -10,17 +10,9 @@ import numpy as np
 from cairn.cache.layout import CacheLayout
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.keys import common_tokens
-from cairn.scheduler.page_source import (
-    FetchEnded,
-    FetchEvent,
-    FetchId,
-    FetchPlan,
-    FetchRequest,
-    FetchTarget,
-    TargetFree,
-)
+from cairn.scheduler.page_source import FetchEvent, FetchPlan, FetchRequest, FetchTarget
 from cairn.step import GRID
-from cairn.transfer.contract import ContentName
+from cairn.transfer.contract import ContentName, PagesFree, PullEnded, PullId
 from cairn.types import Keys, RequestId
 from doubles.simulated_runner import SimulatedRunner, prefill_tags
 
@@ -78,7 +70,7 @@ class ScriptedSource:
         self.looks_left = 0
         self.seconds = seconds
         self.promised = promised
-        self.fetches: dict[FetchId, OpenFetch] = {}
+        self.fetches: dict[PullId, OpenFetch] = {}
         self.declined: list[RequestId] = []
         self.started: list[RequestId] = []
         self._runner = runner
@@ -111,8 +103,8 @@ class ScriptedSource:
         num_bytes = (num_pages + self._layout.pages_per_checkpoint) * self._layout.page_bytes
         return FetchPlan(position, num_bytes, self.seconds, self.promised, "the double")
 
-    def start(self, request: FetchRequest, target: FetchTarget) -> FetchId:
-        fetch = FetchId(len(self.started))
+    def start(self, request: FetchRequest, target: FetchTarget) -> PullId:
+        fetch = PullId(len(self.started))
         self.started.append(request.request_id)
         behaviour = self.script.popleft() if self.script else Behaviour()
         position = self._reach(request)
@@ -121,7 +113,7 @@ class ScriptedSource:
         self.fetches[fetch] = OpenFetch(request, target, behaviour, position, behaviour.looks, behaviour.late)
         return fetch
 
-    def abort(self, fetch: FetchId) -> None:
+    def abort(self, fetch: PullId) -> None:
         if fetch in self.fetches:
             self.fetches[fetch].aborted = True
 
@@ -136,7 +128,7 @@ class ScriptedSource:
 
     # -- how a fetch goes ------------------------------------------------------------------------------------------
 
-    def _look(self, fetch: FetchId, own: OpenFetch) -> None:
+    def _look(self, fetch: PullId, own: OpenFetch) -> None:
         fails = own.behaviour.failure is not None or (own.aborted and not own.behaviour.ignores_abort)
         if not own.ended:
             if own.looks > 0 and not (own.aborted and fails):
@@ -146,17 +138,17 @@ class ScriptedSource:
             own.ended = True
             if fails:
                 self._spoil(own)
-                self._events.append(FetchEnded(fetch, own.behaviour.failure or "aborted"))
+                self._events.append(PullEnded(fetch, own.behaviour.failure or "aborted"))
             else:
                 write(self._runner, own.request.keys[: own.position].tolist(), own.target, self._layout.block_size)
-                self._events.append(FetchEnded(fetch, None, own.position, own.position))
+                self._events.append(PullEnded(fetch, None, own.position, own.position))
                 own.late = 0  # nothing is written after a good end
         elif own.late > 0:
             own.late -= 1
             self._spoil(own)
         if own.late == 0:
             del self.fetches[fetch]
-            self._events.append(TargetFree(fetch))
+            self._events.append(PagesFree(fetch))
 
     def _spoil(self, own: OpenFetch) -> None:
         """Half of it is there: a wrong half."""

@@ -29,7 +29,7 @@ class TurnedChannel:
     def __init__(self, host, port, credentials, clock, limits=None) -> None:
         listener = create_listener(host, port)
         self.event_loop = TurnedLoop(clock)
-        self.channel = SideChannel(listener, credentials, clock, self.event_loop, limits)
+        self.channel = SideChannel(listener, credentials, self.event_loop, limits)
         self.channel.listen(self._serve)
         self.port = self.channel.port
         self.streams: dict[bytes | Address, object] = {}
@@ -54,7 +54,6 @@ class TurnedChannel:
         """What has come; waits for at most `seconds` until anything does."""
         until = time.monotonic() + seconds
         while True:
-            self.channel.expire()
             self.event_loop.spin()
             left = until - time.monotonic()
             if self._incoming or left <= 0:

@@ -24,7 +24,7 @@ BLOCKS = ((64, 16), (16, 64), (128, 16), (32, 128))
 
 
 class Recorded:
-    """A `TransferStream` that writes down what comes when."""
+    """A stream that writes down what comes when."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

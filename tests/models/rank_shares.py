@@ -75,12 +75,12 @@ def every_share_is_found(model: Model, weights: dict[str, Tensor]) -> None:
         for rank in range(local.size):
             file, pages = np.zeros_like(local.files[rank]), np.zeros_like(local.pages[rank])
             pairing = pair(units, *sides, rank)
-            for source in pairing.states:
-                for theirs, ours, count in zip(*source.ranges, strict=True):
-                    file[ours : ours + count] = remote.files[source.rank][theirs : theirs + count]
-            for source in (source for group in pairing.groups for source in group.sources):
-                for theirs, ours, count in zip(*source.ranges, strict=True):
-                    pages[:, ours : ours + count] = remote.pages[source.rank][:, theirs : theirs + count]
+            for other, ranges in pairing.states.by_rank.items():
+                for theirs, ours, count in zip(*ranges, strict=True):
+                    file[ours : ours + count] = remote.files[other][theirs : theirs + count]
+            for other, ranges in (each for group in pairing.groups for each in group.sources.by_rank.items()):
+                for theirs, ours, count in zip(*ranges, strict=True):
+                    pages[:, ours : ours + count] = remote.pages[other][:, theirs : theirs + count]
             close(file[: local.layout.checkpoint_bytes], local.file(rank))
             close(pages, local.pages[rank])
 

@@ -28,8 +28,9 @@ from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.memory import HostPool
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import PairedPages, StagingArea, staging_pages_for
-from cairn.transfer.producer import Identity, Producer
+from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
+from cairn.transfer.session import ConsumerTools
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock, RequestId, SamplingParams
 from doubles.memory_channel import MemoryNetwork
@@ -117,7 +118,7 @@ class Server:
         self.link = world.fabric.link(engine_id)
         memory = HostPool(self.pool)
         self.link.register(memory.region)
-        identity = Identity(Peer(engine_id, geometry, (self.link.describe(),)), layout_hash)
+        identity = Peer(engine_id, geometry, (self.link.describe(),), layout_hash)
         random_bytes, event_loop, events = world.rng.randbytes, TurnedLoop(world.clock), EventQueue()
         self.event_loop = event_loop
         self.channel = world.network.channel(HOST, port, event_loop)
@@ -128,21 +129,10 @@ class Server:
         worker = LinkWorker(self.link, pages, memory.fence)
         policy = PeerPolicy()
         ranks = RankedWorker(self.link, worker, ())
-        self.consumer = Consumer(
-            identity, policy, ranks, world.clock, random_bytes, self.channel.connect, event_loop, events.put
-        )
+        tools = ConsumerTools(identity, ranks, self.channel.connect, random_bytes, event_loop)
+        self.consumer = Consumer(tools, policy, world.clock, events.put)
         self.port = TransferPort(event_loop, self.producer, self.consumer, events)
-        loop = TransferLoop(
-            event_loop,
-            self.port,
-            events,
-            self.channel,
-            self.producer,
-            self.consumer,
-            self.link,
-            ranks,
-            memory.enter_thread,
-        )
+        loop = TransferLoop(self.port, self.channel, self.link, ranks, memory.enter_thread)
         sequences = SequenceIndex(layout_hash)
         quota = LeaseQuota(
             max_leases=max_leases,

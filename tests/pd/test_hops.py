@@ -11,7 +11,6 @@ from pd_world import World, alone, prefill
 
 from cairn.engine.transfers.side_channel import SideChannel, create_listener
 from cairn.transfer.credentials import derive_credentials
-from cairn.types import SystemClock
 from server.test_hops import MOST_HOPS, Trace, hops, not_taken
 from source_scan import ROOT, SRC
 
@@ -41,7 +40,7 @@ class SocketNetwork:
         self.made = []
 
     def channel(self, host, port, event_loop):
-        self.made.append(Sockets(create_listener(host, 0), CREDENTIALS, SystemClock(), event_loop))
+        self.made.append(Sockets(create_listener(host, 0), CREDENTIALS, event_loop))
         return self.made[-1]
 
 

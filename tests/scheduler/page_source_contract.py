@@ -4,8 +4,8 @@ import numpy as np
 
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.sequence_blocks import Namespace, SequenceBlocks
-from cairn.scheduler.page_source import FetchEnded, FetchPlan, FetchRequest, FetchTarget, PageSource, TargetFree
-from cairn.transfer.contract import ContentName, KvSource
+from cairn.scheduler.page_source import FetchPlan, FetchRequest, FetchTarget, PageSource
+from cairn.transfer.contract import ContentName, KvSource, PagesFree, PullEnded
 from cairn.types import RequestId
 from doubles.simulated_runner import SimulatedRunner, State, prefill_tags
 
@@ -93,9 +93,9 @@ class PageSourceContract:
         target = self.target(sequence)
         fetch = self.start(source, self.request(), target)
         ended, free = self.go_on(source)
-        assert isinstance(ended, FetchEnded) and (ended.fetch, ended.failure) == (fetch, None)
+        assert isinstance(ended, PullEnded) and (ended.pull, ended.failure) == (fetch, None)
         assert (ended.position, ended.checkpoint_position) == (len(PROMPT), len(PROMPT))
-        assert free == TargetFree(fetch)
+        assert free == PagesFree(fetch)
         self.check(target)
         source.abort(fetch)
         assert not self.go_on(source) and not source.events(), "it has ended"
@@ -107,8 +107,8 @@ class PageSourceContract:
         source.abort(fetch)
         source.abort(fetch)
         events = self.go_on(source)
-        assert [type(event) for event in events] == [FetchEnded, TargetFree]
-        assert {event.fetch for event in events} == {fetch} and events[0].failure is not None
+        assert [type(event) for event in events] == [PullEnded, PagesFree]
+        assert {event.pull for event in events} == {fetch} and events[0].failure is not None
         self.rewrite(target)
         assert not self.go_on(source)
         assert self.content(target) == ([5] * len(PROMPT), (5, 5)), "somebody else's"
@@ -128,8 +128,8 @@ class PageSourceContract:
         assert len(set(fetches)) == 2
         events = self.go_on(source)
         for fetch in fetches:
-            assert [type(event) for event in events if event.fetch == fetch] == [FetchEnded, TargetFree]
-        good = [event.fetch for event in events if isinstance(event, FetchEnded) and event.failure is None]
+            assert [type(event) for event in events if event.pull == fetch] == [PullEnded, PagesFree]
+        good = [event.pull for event in events if isinstance(event, PullEnded) and event.failure is None]
         assert good
         for fetch in good:
             self.check(targets[fetches.index(fetch)])
@@ -147,4 +147,4 @@ class PageSourceContract:
         source.abort(fetch)
         events += self.go_on(source)
         source.abort(fetch)
-        assert [type(event) for event in events] == [FetchEnded, TargetFree] and not self.go_on(source)
+        assert [type(event) for event in events] == [PullEnded, PagesFree] and not self.go_on(source)

@@ -4,6 +4,7 @@ import numpy as np
 
 from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup
+from cairn.transfer.links.contract import ReadState
 from cairn.transfer.wire import unpack_pages
 
 
@@ -11,6 +12,12 @@ def parts(pages, start=0, block=16):
     """Those of the tokens from `start` on; none where there are no pages."""
     numbers = np.asarray(pages, np.int32)
     return (GroupPages(AttentionGroup("full", block), start, numbers),) if len(numbers) else ()
+
+
+def polled(worker, pull):
+    """The state of a read, which is driven."""
+    ended = worker.poll(pull)
+    return ReadState.READING if ended is None else ended.state
 
 
 def granted_numbers(granted):

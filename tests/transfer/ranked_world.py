@@ -13,8 +13,9 @@ from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.memory import HostPool
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import PairedPages, StagingArea, staging_pages_for
-from cairn.transfer.producer import Identity, Producer
+from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker, RankServant
+from cairn.transfer.session import ConsumerTools
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 from doubles.memory_channel import MemoryNetwork
@@ -137,14 +138,13 @@ class Engine:
         assert (self.worker.describe() is None) == (tp_size > 1)
         for servant in self.servants:
             servant.turn()
-        identity = Identity(Peer(name, self.geometry, self.worker.describe()), LAYOUT)
+        identity = Peer(name, self.geometry, self.worker.describe(), LAYOUT)
         clock, randbytes, event_loop = world.clock, world.rng.randbytes, world.event_loop
         limits, events = LeaseLimits(max_pages=max_pages), EventQueue()
         self.channel = world.network.channel("127.0.0.1", port, event_loop)
         self.producer = Producer(identity, limits, clock, randbytes, events.put)
-        self.consumer = Consumer(
-            identity, PeerPolicy(), self.worker, clock, randbytes, self.channel.connect, event_loop, events.put
-        )
+        tools = ConsumerTools(identity, self.worker, self.channel.connect, randbytes, event_loop)
+        self.consumer = Consumer(tools, PeerPolicy(), clock, events.put)
         self.channel.listen(self.producer.serve)
         self.door = TurnedPort(event_loop, self.producer, self.consumer, events)
 

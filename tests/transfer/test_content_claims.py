@@ -300,7 +300,7 @@ class Side:
             LAYOUT, LeaseLimits(max_pages=60), self.clock, lambda size: next(nonces).to_bytes(size, "little")
         )
         self.asked: list[LookupRequest] = []
-        self.lookups = ContentLookups(self.leases, LAYOUT, LookupLimits(**limits), self.asked.append)
+        self.lookups = ContentLookups(self.leases, LookupLimits(**limits), self.asked.append)
 
     def claim(self, claim=ASK):
         """A task: the answer to it."""
@@ -309,7 +309,7 @@ class Side:
         return task
 
     def grant(self, lookup, offer=HELD):
-        self.lookups.grant(lookup, offer, self.leases.offer(offer))
+        self.lookups.answer(lookup, self.leases.offer(offer))
         self.event_loop.spin()
 
     def granted(self, claim=ASK, offer=HELD):
@@ -349,7 +349,7 @@ def test_a_claim_whose_sender_has_gone_leaves_no_lease_behind(answered):
     side = Side()
     waiting = side.claim()
     if answered:
-        side.lookups.grant(LookupId(1), HELD, side.leases.offer(HELD))
+        side.lookups.answer(LookupId(1), side.leases.offer(HELD))
     waiting.cancel()
     side.event_loop.spin()
     assert waiting.cancelled() and side.lookups.num_open == 0
@@ -384,7 +384,7 @@ def test_an_offer_of_something_else_than_was_asked_for_is_our_own_bug(offer):
     side = Side()
     side.claim()
     with pytest.raises(AssertionError, match="at no mark"):
-        side.lookups.grant(LookupId(1), offer, N16)
+        side.lookups.answer(LookupId(1), side.leases.offer(offer))
 
 
 def test_open_asks_are_bounded_and_the_rest_refused():

@@ -13,6 +13,7 @@ from cairn.transfer.worker import LinkWorker
 from doubles.device_pool import FakeDevicePool
 from doubles.memory_link import MemoryFabric
 from transfer.link_contract import LinkContract, pool
+from transfer.parts import polled
 from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
 from transfer.test_worker_contract import Reader
 from transfer.world import keys
@@ -127,9 +128,9 @@ def test_one_that_comes_too_early_is_found():
         """Gives buffers back as soon as their copies are under way."""
         for opened in [opened for opened in read.open_pieces if opened.is_read]:
             if opened.fence is None:
-                opened.piece.finish()
+                opened.finish()
                 opened.fence = rank.pool.fence()
-                opened.piece.release()
+                opened.release()
             if opened.fence():
                 read.open_pieces.remove(opened)
 
@@ -144,7 +145,7 @@ def test_pages_of_a_read_that_is_given_up_are_nobodys_while_the_device_may_write
     rank = reader.d.ranks[0]
     reader.worker.start(reader.order())
     while not rank.pool.stream.num_waiting:
-        assert reader.worker.poll(PullId(1)) is READING
+        assert polled(reader.worker, PullId(1)) is READING
     reader.worker.cancel(PullId(1))
     assert reader.drive() is CANCELLED
     assert rank.pool.stream.num_waiting == 0 and rank.staging.num_free == 2

@@ -23,7 +23,6 @@ from cairn.transfer.geometry import (
     page_reads,
     pair,
     staging_pages,
-    staging_reads,
     state_reads,
 )
 from cairn.transfer.token_copies import lay_out, staging_copies
@@ -180,7 +179,7 @@ def by_staging(pairing: GroupPairing, span, pools, remote_pages, local_pages) ->
     free = len(local_pages) + 3
     staging = staging_pages(pairing, *span)
     memory = Memory.empty(free + staging, pairing.page_bytes)
-    reads = staging_reads(pairing, *span, remote_pages, first_page=free)
+    reads = page_reads(pairing, *span, remote_pages, np.arange(free, free + staging))
     transfer(reads, pools, memory)
     slot_bytes = len(remote_pages) * pairing.slot_bytes
     assert (staging - 1) * pairing.page_bytes < slot_bytes <= staging * pairing.page_bytes or not slot_bytes
@@ -323,7 +322,7 @@ def test_nothing_to_move_is_no_read() -> None:
     empty = np.empty(0, np.int32)
     pairing = pair(model(), geometry(1), geometry(1, 64), 0)
     (group,) = pairing.groups
-    assert staging_reads(group, 40, 40, empty, 0) == {} and staging_pages(group, 40, 40) == 0
+    assert page_reads(group, 40, 40, empty, empty) == {} and staging_pages(group, 40, 40) == 0
     copies = staging_copies(group, 40, 40, empty)
     assert len(copies) == 0
     lay_out(group, copies, np.empty((0, 1), np.uint8), np.empty((0, pairing.local.page_bytes), np.uint8))
@@ -386,11 +385,12 @@ def test_no_range_leaves_its_page() -> None:
         )
         pairing = pair(model(8, 8), remote, local, local_tp - 1)
         (group,) = pairing.groups
-        reads = staging_reads(group, 0, 1024, shuffled(1024 // remote_block, 64, 0), 5)
+        slots = np.arange(staging_pages(group, 0, 1024)) + 5
+        reads = page_reads(group, 0, 1024, shuffled(1024 // remote_block, 64, 0), slots)
         for found in reads.values():
             assert (found.remote_offset + found.num_bytes <= remote.page_bytes).all()
             assert (found.local_offset + found.num_bytes <= local.page_bytes).all()
-            assert found.local_page.min() >= 5 and found.local_page.max() < 5 + staging_pages(group, 0, 1024)
+            assert found.local_page.min() >= 5 and found.local_page.max() < 5 + len(slots)
 
 
 # -- what cannot be --------------------------------------------------------------------------------------------------
@@ -454,10 +454,10 @@ def test_lists_of_the_wrong_length_are_refused() -> None:
         page_reads(equal, 10, 40, two, three)
     with pytest.raises(ValueError, match="local_pages lists 2 pages"):
         page_reads(equal, 10, 40, three, two)
-    with pytest.raises(ValueError, match="need staging"):
-        page_reads(unequal, 0, 64, three, three)
+    with pytest.raises(ValueError, match="local_pages lists 3 pages, tokens \\[0, 64\\) take 1"):
+        page_reads(unequal, 0, 64, np.arange(4, dtype=np.int32), three)
     with pytest.raises(ValueError, match="remote_pages lists 3 pages"):
-        staging_reads(unequal, 0, 64, three, 0)
+        page_reads(unequal, 0, 64, three, three)
     with pytest.raises(ValueError, match="local_pages lists 3 pages"):
         staging_copies(unequal, 0, 64, three)
     with pytest.raises(ValueError, match="remote_state lists 2 pages, a checkpoint takes 1"):

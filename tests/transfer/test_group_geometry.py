@@ -102,5 +102,5 @@ def test_reads_of_equal_sizes_are_pages_and_nothing_else():
         side = geometry(tp_size, block)
         for rank in range(tp_size):
             for group in pair(MODEL, side, side, rank).groups:
-                assert [source.rank for source in group.sources] == [rank] and not group.is_staged
-                assert [each.tolist() for each in group.sources[0].ranges] == [[0], [0], [side.page_bytes]]
+                assert list(group.sources.by_rank) == [rank] and not group.is_staged
+                assert [each.tolist() for each in group.sources.by_rank[rank]] == [[0], [0], [side.page_bytes]]

@@ -48,11 +48,11 @@ def test_ssm_prefix_cold_start_moves_everything_once():
 def test_mamba_align_only_the_deepest_checkpoint_moves():
     world = World()
     prompt = keys(400)
-    files = [(128, (40,)), (256, (41,)), (384, (42,)), (400, (43,))]
+    files = [(position, (40 + 2 * at, 41 + 2 * at)) for at, position in enumerate((128, 256, 384, 400))]
     ref = world.offer(prompt, range(25), files)
-    world.pull(world.pull_spec(ref, prompt, range(25), checkpoint=(30,)))
+    world.pull(world.pull_spec(ref, prompt, range(25), checkpoint=(30, 31)))
     assert ended(world.run()) == (None, 400)
-    assert moved(world) == whole(*range(25), 43)
+    assert moved(world) == whole(*range(25), 46, 47)
 
 
 def test_ssm_prefix_six_of_ten_pages_are_here():
@@ -486,6 +486,22 @@ def test_a_heartbeat_is_sent_once_in_its_time_while_reading_and_while_given_up()
         world.clock.advance(PullLimits().heartbeat)
 
 
+def test_a_heartbeat_that_is_not_answered_ends_no_read(monkeypatch):
+    world, _ = reading()
+    send = MemoryStream.send
+
+    async def swallow(self, frame):
+        if self.channel is not world.p.channel or b"done" not in frame:
+            await send(self, frame)
+
+    monkeypatch.setattr(MemoryStream, "send", swallow)
+    for _ in range(3):
+        world.clock.advance(PullLimits().heartbeat)
+        assert world.run(3) == []
+    world.fabric.inject(world.p.name, Fault.NONE)
+    assert ended(world.run()) == (None, 160)
+
+
 def test_a_read_that_does_not_get_on_is_given_up():
     world, _ = reading()
     read, beat = PullLimits().read, PullLimits().heartbeat
@@ -583,7 +599,7 @@ def test_a_grant_of_other_sizes_than_expected_is_given_back():
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
     world.pull(world.pull_spec(ref, PROMPT, range(9), checkpoint=(30, 31)))
-    assert "gives 10 pages where 9 were expected" in ended(world.run())[0]
+    assert "local_pages lists 9 pages, tokens [0, 160) take 10" in ended(world.run())[0]
     assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED.value]
 
 

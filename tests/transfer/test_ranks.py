@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from cairn.cache.group_pages import GroupPages
-from cairn.transfer.contract import LeaseEnded, PagesFree, Peer, PullEnded, PullId, ReadOrder, Volume, WorkerSide
+from cairn.transfer.contract import (
+    LeaseEnded,
+    PagesFree,
+    Peer,
+    PullEnded,
+    PullId,
+    ReadEnded,
+    ReadOrder,
+    Volume,
+    WorkerSide,
+)
 from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.ranks import (
     CancelRead,
@@ -15,14 +25,13 @@ from cairn.transfer.ranks import (
     Described,
     RankedWorker,
     RankServant,
-    ReadEnded,
     Serve,
     from_rank,
     to_rank,
 )
 from doubles.memory_link import Fault
 from doubles.memory_rank_channel import memory_rank_channel
-from transfer.parts import parts
+from transfer.parts import parts, polled
 from transfer.rank_channel_contract import RankChannelContract
 from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
 from transfer.world import GEOMETRY, keys
@@ -115,12 +124,10 @@ class Hand:
 
     def poll(self, pull):
         state = self.states[pull]
-        if state is not READING:
-            del self.states[pull]
-        return state
-
-    def take_volume(self, pull):
-        return Volume(1000 + pull, 3)
+        if state is READING:
+            return None
+        del self.states[pull]
+        return ReadEnded(pull, state, volume=Volume(1000 + pull, 3))
 
     def cancel(self, pull):
         self.cancelled.append(pull)
@@ -168,13 +175,13 @@ def test_done_when_the_last_rank_is_done_whichever_it_is(turn):
     ranks.worker.start(order())
     ranks.turn()
     for rank in turn:
-        assert ranks.worker.poll(ONE) is READING
+        assert polled(ranks.worker, ONE) is READING
         ranks.put(rank, DONE)
         ranks.turn()
-    assert ranks.worker.poll(ONE) is DONE and ranks.worker.num_reads == 0
+    assert polled(ranks.worker, ONE) is DONE and ranks.worker.num_reads == 0
     assert all(servant.is_idle for servant in ranks.servants) and not any(hand.cancelled for hand in ranks.hands)
     with pytest.raises(AssertionError, match="no read"):
-        ranks.worker.poll(ONE)
+        polled(ranks.worker, ONE)
 
 
 @pytest.mark.parametrize("first", range(3))
@@ -186,14 +193,14 @@ def test_the_first_failure_cancels_the_others_and_all_must_have_ended(first, sta
     ranks.put(first, state)
     ranks.turn()
     others = [rank for rank in range(3) if rank != first]
-    assert ranks.worker.poll(ONE) is READING
+    assert polled(ranks.worker, ONE) is READING
     ranks.turn()
     assert [hand.cancelled for hand in ranks.hands] == [[] if rank == first else [ONE] for rank in range(3)]
     for rank, end in zip(others, (CANCELLED, DONE), strict=True):
-        assert ranks.worker.poll(ONE) is READING
+        assert polled(ranks.worker, ONE) is READING
         ranks.put(rank, end)
         ranks.turn()
-    assert ranks.worker.poll(ONE) is FAILED and ranks.worker.num_reads == 0
+    assert polled(ranks.worker, ONE) is FAILED and ranks.worker.num_reads == 0
 
 
 def test_a_cancel_reaches_every_rank_and_is_over_when_all_say_so():
@@ -208,10 +215,10 @@ def test_a_cancel_reaches_every_rank_and_is_over_when_all_say_so():
     for rank in (2, 0):
         ranks.put(rank, CANCELLED)
         ranks.turn()
-        assert ranks.worker.poll(ONE) is READING
+        assert polled(ranks.worker, ONE) is READING
     ranks.put(1, DONE)
     ranks.turn()
-    assert ranks.worker.poll(ONE) is CANCELLED
+    assert polled(ranks.worker, ONE) is CANCELLED
 
 
 def test_a_rank_that_cannot_begin_fails_the_read_and_says_why():
@@ -219,13 +226,14 @@ def test_a_rank_that_cannot_begin_fails_the_read_and_says_why():
     ranks.hands[2].refuses = True
     ranks.worker.start(order())
     ranks.turn()
-    assert ranks.worker.poll(ONE) is READING and ranks.worker.last_failure == "rank 2: no such memory"
+    assert ranks.worker.poll(ONE) is None
     ranks.turn()
     for rank in (0, 1):
         assert ranks.hands[rank].cancelled == [ONE]
         ranks.put(rank, CANCELLED)
     ranks.turn()
-    assert ranks.worker.poll(ONE) is FAILED and ranks.servants[1].is_idle
+    ended = ranks.worker.poll(ONE)
+    assert (ended.state, ended.failure) == (FAILED, "rank 2: no such memory") and ranks.servants[1].is_idle
 
 
 def test_when_rank_0_cannot_begin_nobody_does():
@@ -247,11 +255,11 @@ def test_a_rank_that_does_not_answer_keeps_its_read_open_for_ever():
     ranks.put(1, DONE)
     ranks.turn(2)
     ranks.worker.cancel(ONE)
-    assert {ranks.worker.poll(ONE) for _ in range(1000)} == {READING}
+    assert {polled(ranks.worker, ONE) for _ in range(1000)} == {READING}
     ranks.turn()
     ranks.put(2, CANCELLED)
     ranks.turn()
-    assert ranks.worker.poll(ONE) is CANCELLED
+    assert polled(ranks.worker, ONE) is CANCELLED
 
 
 def test_descriptions_are_collected_in_the_order_of_ranks():
@@ -293,7 +301,7 @@ def test_what_is_no_record_is_dropped_at_both_ends_and_counted(frame):
     ranks.turn()
     ranks.worker.start(order())
     ranks.turn()
-    assert ranks.worker.poll(ONE) is READING
+    assert polled(ranks.worker, ONE) is READING
     assert ranks.servants[0].dropped == ranks.worker.dropped == 1 and ONE in ranks.hands[1].states
 
 
@@ -306,7 +314,7 @@ def test_a_broken_order_and_a_repeated_one_are_dropped():
     near.send(to_rank().encode(CancelRead(77)))
     ranks.turn()
     assert ranks.servants[0].dropped == 2 and not ranks.hands[1].cancelled
-    assert ranks.worker.poll(ONE) is READING and ranks.worker.dropped == 0 and list(ranks.hands[1].states) == [ONE]
+    assert polled(ranks.worker, ONE) is READING and ranks.worker.dropped == 0 and list(ranks.hands[1].states) == [ONE]
 
 
 def test_what_a_rank_says_of_reads_that_are_over_is_ignored():
@@ -318,7 +326,7 @@ def test_what_a_rank_says_of_reads_that_are_over_is_ignored():
     ranks.turn()
     far = ranks.channels[0][1]
     far.send(from_rank().encode(ReadEnded(1, FAILED)))
-    assert ranks.worker.poll(ONE) is DONE and ranks.worker.dropped == 1
+    assert polled(ranks.worker, ONE) is DONE and ranks.worker.dropped == 1
 
 
 # -- with links --------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from cairn.transfer.contract import Identity, Peer
+from cairn.transfer.contract import Peer
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.producer import ROOM_SECONDS, Producer
-from cairn.transfer.session import HANDSHAKE_SECONDS, PeerFailed, ProducerSession
+from cairn.transfer.session import HANDSHAKE_SECONDS, ConsumerTools, PeerFailed, ProducerSession
 from cairn.transfer.stream import ConnectionLost
 from cairn.transfer.wire import (
     VERSION,
@@ -42,7 +42,7 @@ AT = ("127.0.0.1", 1)
 
 
 def identity(name, layout=LAYOUT):
-    return Identity(Peer(name, GEOMETRY, RANKS), layout)
+    return Peer(name, GEOMETRY, RANKS, layout)
 
 
 class Wire:
@@ -58,13 +58,11 @@ class Wire:
         self.producer = Producer(p or identity("p"), LeaseLimits(max_pages=9), self.clock, random.randbytes, print)
         self.p.listen(self.producer.serve)
         self.heard, self.ended = [], []
+        self.tools = ConsumerTools(d or identity("d"), None, self.connect, random.Random(1).randbytes, self.event_loop)
         self.session = ProducerSession(
             AT,
             "p",
-            d or identity("d"),
-            self.connect,
-            random.Random(1).randbytes,
-            self.event_loop,
+            self.tools,
             heard=lambda: self.heard.append(self.clock.now()),
             ended=lambda session, failure: self.ended.append(failure),
         )
@@ -109,11 +107,11 @@ class Wire:
 
 def test_both_learn_of_each_other():
     wire = Wire().opened()
-    assert wire.session.peer == Peer("p", GEOMETRY, RANKS) and wire.producer.num_connections == 1
+    assert wire.session.peer == Peer("p", GEOMETRY, RANKS, LAYOUT) and wire.producer.num_connections == 1
     asked = wire.ask(Release(7))
     wire.pump()
     assert asked.result() == Done() and wire.heard == [0.0, 0.0]
-    assert wire.producer.dropped == wire.session.dropped == 0 and wire.ended == []
+    assert wire.producer.dropped == wire.tools.codecs.dropped == 0 and wire.ended == []
 
 
 def test_a_question_before_hello_is_dropped():
@@ -143,12 +141,12 @@ def test_another_layout_is_refused_by_whoever_sees_it_first():
 
 def test_checkpoints_in_two_forms_are_refused_by_name():
     """Whoever sees it first: the sentence is about the peer of whoever reads it."""
-    smaller = Identity(Peer("d", replace(GEOMETRY, checkpoint_dtype="int8"), RANKS), b"M" * 32)
+    smaller = Peer("d", replace(GEOMETRY, checkpoint_dtype="int8"), RANKS, b"M" * 32)
     wire = Wire(d=smaller)
     wire.pump()
     assert "checkpoint_dtype: float32 at the peer, int8 here" in str(wire.session.failure)
     wire, welcome = Wire(), Wire().said_by_p()
-    geometry = smaller.me.geometry
+    geometry = smaller.geometry
     wire.answer(msgspec.structs.replace(welcome, layout=b"M" * 32, geometry=geometry, answers=wire.hello.nonce))
     assert "checkpoint_dtype: int8 at the peer, float32 here" in str(wire.session.failure)
 
@@ -236,7 +234,7 @@ def test_a_question_without_an_answer_has_a_deadline_and_its_late_answer_is_igno
     wire.event_loop.spin()
     assert isinstance(asked.exception(), TimeoutError) and wire.session.failure is None
     wire.pump()
-    assert wire.session.dropped == 1
+    assert wire.tools.codecs.dropped == 1
     again = wire.ask(Release(7))
     wire.pump()
     assert again.result() == Done()
@@ -251,14 +249,14 @@ def test_answers_go_to_whoever_has_asked_in_any_order():
     for number, record in ((2, Refused(RefusalReason.USED)), (9, Done()), (1, Done()), (1, Done())):
         near.arrive(answers().encode(Answer(number, record)))
     wire.pump()
-    assert [each.result() for each in asked] == [Done(), Refused(RefusalReason.USED)] and wire.session.dropped == 2
+    assert [each.result() for each in asked] == [Done(), Refused(RefusalReason.USED)] and wire.tools.codecs.dropped == 2
 
 
 def test_what_nobody_waits_for_is_sent_all_the_same():
     wire = Wire().opened()
     wire.session.tell(Release(7), 5.0)
     wire.pump()
-    assert questions().decode(wire.said[-1]) == Question(1, Release(7)) and wire.session.dropped == 0
+    assert questions().decode(wire.said[-1]) == Question(1, Release(7)) and wire.tools.codecs.dropped == 0
     wire.session.close("over")
     wire.session.tell(Release(7), 5.0)
     wire.pump()
@@ -277,10 +275,7 @@ def test_a_claim_is_its_connections_alone():
     thief = ProducerSession(
         ("127.0.0.1", 5600),
         world.p.name,
-        identity("thief"),
-        world.channel.connect,
-        random.randbytes,
-        world.event_loop,
+        ConsumerTools(identity("thief"), None, world.channel.connect, random.randbytes, world.event_loop),
         heard=lambda: None,
         ended=lambda session, failure: None,
     )

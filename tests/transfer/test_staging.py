@@ -14,7 +14,7 @@ from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import STAGING_BYTES, PairedPages, StagingArea, staging_pages_for
 from doubles.memory_link import Fault
-from transfer.parts import parts
+from transfer.parts import parts, polled
 from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
 from transfer.test_geometry import geometry, model
 from transfer.world import keys
@@ -129,7 +129,7 @@ def test_what_follows_from_a_peer_is_worked_out_once_and_forgotten_in_time(monke
     for tp_size in range(2, 100):
         plan(order(geometry(tp_size, 64)))
     plan(order(geometry(1, 64)))
-    assert len(made) == 1 + 98 + 1 and len(plan._pairings) == 64
+    assert len(made) == 1 + 98 + 1 and plan._pairing.cache_info().currsize == 64
 
 
 @pytest.mark.parametrize("rows", [8, 16, 33])
@@ -268,9 +268,9 @@ def test_polling_a_read_after_its_cancel_lays_nothing_out():
     read = order(world.p.geometry, 64, ranks=(b"p-0",), local_pages=4)
     read = msgspec.structs.replace(read, remote=parts([3], block=64))
     rank.worker.start(read)
-    assert rank.worker.poll(ONE) is ReadState.READING
+    assert polled(rank.worker, ONE) is ReadState.READING
     world.fabric.late_writes = True
     rank.worker.cancel(ONE)
-    assert rank.worker.poll(ONE) is ReadState.CANCELLED
+    assert polled(rank.worker, ONE) is ReadState.CANCELLED
     assert len(rank.link.moved) == 4 and (rank.memory[: rank.num_pages] == CANARY).all()
     assert rank.staging.num_free == 1

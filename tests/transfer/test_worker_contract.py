@@ -7,7 +7,7 @@ from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.memory import HostPool
 from doubles.device_pool import FakeDevicePool
 from doubles.memory_link import Fault
-from transfer.parts import parts
+from transfer.parts import parts, polled
 from transfer.ranked_world import CANARY, World
 
 READING, DONE, FAILED, CANCELLED = ReadState.READING, ReadState.DONE, ReadState.FAILED, ReadState.CANCELLED
@@ -34,9 +34,9 @@ class Reader:
 
     def drive(self, pull=1, polls=2000):
         for _ in range(polls):
-            state = self.worker.poll(PullId(pull))
-            if state is not READING:
-                return state
+            if (ended := self.worker.poll(PullId(pull))) is not None:
+                self.volume = ended.volume
+                return ended.state
             for servant in self.d.servants:
                 servant.turn()
         return READING
@@ -47,7 +47,7 @@ class Reader:
 
     def forgotten(self, pull=1):
         with pytest.raises(AssertionError, match="no read"):
-            self.worker.poll(PullId(pull))
+            polled(self.worker, PullId(pull))
         for rank in self.d.ranks:
             assert rank.link.num_open == rank.worker.num_reads == rank.staging.num_waiting == 0
             assert rank.staging.num_free == 2
@@ -78,12 +78,12 @@ def reader(request):
 def test_it_is_done_when_all_bytes_are_there_and_then_forgotten(reader):
     case = reader(delay=1)
     case.worker.start(case.order())
-    assert case.worker.poll(PullId(1)) is READING
+    assert polled(case.worker, PullId(1)) is READING
     assert case.drive() is DONE
     case.arrived()
     case.forgotten()
     moved = [move for rank in case.d.ranks for move in rank.link.moved]
-    volume = case.worker.take_volume(PullId(1))
+    volume = case.volume
     assert volume.num_bytes == sum(move.num_bytes for move in moved) > 0
     assert volume.num_descriptors == len(moved)
 

@@ -6,10 +6,6 @@ from cairn.engine.transfers.loop import EventQueue, TransferPort
 class TurnedPort(TransferPort):
     """Looks at everything whenever its events are asked for."""
 
-    def __init__(self, event_loop, producer, consumer, events):
-        super().__init__(event_loop, producer, consumer, events)
-        self.event_loop, self.producer, self.consumer = event_loop, producer, consumer
-
     @property
     def is_idle(self):
         return self.producer.is_idle and not self.consumer.num_open

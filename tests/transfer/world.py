@@ -23,13 +23,15 @@ from cairn.transfer.contract import (
     PullSpec,
     num_range_pages,
 )
+from cairn.transfer.geometry import AttentionUnits, ModelUnits
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Region
 from cairn.transfer.memory import HostPool
 from cairn.transfer.params import parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.planner import whole_pages
-from cairn.transfer.producer import Identity, Producer
+from cairn.transfer.planner import PairedPages
+from cairn.transfer.producer import Producer
+from cairn.transfer.session import ConsumerTools
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 from doubles.memory_channel import MemoryNetwork
@@ -57,6 +59,11 @@ def geometry_with(groups) -> PeerGeometry:
     return GEOMETRY if groups == (FULL,) else dataclasses.replace(GEOMETRY, groups=peer_groups)
 
 
+def whole_pages(groups=(FULL,)) -> PairedPages:
+    """What reads from servers of these sizes."""
+    return PairedPages(ModelUnits((AttentionUnits(1, 1, 2),) * len(groups), 1), geometry_with(groups), 0)
+
+
 def keys(num_tokens: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 1000, num_tokens)
 
@@ -72,7 +79,7 @@ class ProducerSide:
         self.memory = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
         self.link = fabric.link(name)
         self.link.register(Region.of(self.memory))
-        identity = Identity(Peer(name, geometry_with(world.groups), (self.link.describe(),)), layout)
+        identity = Peer(name, geometry_with(world.groups), (self.link.describe(),), layout)
         limits = LeaseLimits(max_pages=max_pages)
         self.producer = Producer(identity, limits, clock, rng.randbytes, self.events.put)
         self.channel.listen(self.producer.serve)
@@ -105,19 +112,11 @@ class World:
         self.link = self.fabric.link("decode")
         pool = HostPool(self.memory)
         self.link.register(pool.region)
-        self.worker = LinkWorker(self.link, whole_pages(0, PAGE_BYTES), pool.fence, chunk_bytes=3 * PAGE_BYTES)
-        identity = Identity(Peer("decode", geometry_with(groups), (self.link.describe(),)), layout)
+        self.worker = LinkWorker(self.link, whole_pages(groups), pool.fence, chunk_bytes=3 * PAGE_BYTES)
+        identity = Peer("decode", geometry_with(groups), (self.link.describe(),), layout)
         self.events = EventQueue()
-        self.consumer = Consumer(
-            identity,
-            self.policy,
-            self.worker,
-            self.clock,
-            self.rng.randbytes,
-            self._connect,
-            self.event_loop,
-            self.events.put,
-        )
+        tools = ConsumerTools(identity, self.worker, self._connect, self.rng.randbytes, self.event_loop)
+        self.consumer = Consumer(tools, self.policy, self.clock, self.events.put)
         self.restart()
         self.port = TurnedPort(self.event_loop, self.p.producer, self.consumer, self.events)
 

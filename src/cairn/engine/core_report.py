@@ -130,7 +130,7 @@ def engine_stats(
                 "completed_waiting": len(transfers.ready),
             },
             num_failed=counters.failed_pulls,
-            num_skipped=0 if transfer is None else transfer.loop.num_skipped,
+            num_skipped=0 if transfer is None else transfer.port.consumer.num_skipped,
             expired_leases=counters.expired_offers,
             refused_kv_exports=dict(counters.refused_kv_exports),
             dropped_frames=0 if transfer is None else transfer.loop.dropped,

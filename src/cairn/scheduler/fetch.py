@@ -13,12 +13,12 @@ import logging
 
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import SequenceBlocks
-from cairn.scheduler.page_source import FetchEnded, FetchPlan, FetchRequest, PageSource, TargetFree, open_target
+from cairn.scheduler.page_source import FetchPlan, FetchRequest, PageSource, open_target
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.tier_lookup import finish_read
 from cairn.scheduler.transfers import Fetch, FetchKey, content_name
-from cairn.transfer.contract import Volume
+from cairn.transfer.contract import PagesFree, PullEnded, Volume
 
 MAX_BYPASSED = 64
 """Requests that may come in before one that finds no pages for its fetch: then it is computed here, in its turn."""
@@ -180,8 +180,8 @@ def take_fetch_events(state: SchedulerState) -> tuple[bool, list[Request]]:
     heard, failed = False, []
     for source in state.transfers.sources:
         for event in source.events():
-            heard, key = True, (source, event.fetch)
-            if isinstance(event, TargetFree):
+            heard, key = True, (source, event.pull)
+            if isinstance(event, PagesFree):
                 pin = state.transfers.quarantine.pop(key, None)
                 if pin is not None:
                     state.cache.unpin(pin)
@@ -190,7 +190,7 @@ def take_fetch_events(state: SchedulerState) -> tuple[bool, list[Request]]:
     return heard, failed
 
 
-def _finish(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> Request | None:
+def _finish(state: SchedulerState, key: FetchKey, ended: PullEnded) -> Request | None:
     """Go on with what has come, or without it. Returns the request if it has ended because of a failure."""
     fetch = state.transfers.fetching.pop(key, None)
     if fetch is None:

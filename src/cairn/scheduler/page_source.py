@@ -6,17 +6,14 @@ events   what has come, what has failed, and which targets nothing is written to
 """
 
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Protocol
 
 from cairn.cache.group_pages import GroupPages
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.step import PageCopy
-from cairn.transfer.contract import ContentName, KvSource, Volume
+from cairn.transfer.contract import ContentName, KvSource, PagesFree, PullEnded, PullId
 from cairn.types import Keys, Pages, RequestId
-
-FetchId = NewType("FetchId", int)
-"""A fetch of one source; numbers of two sources have nothing to do with each other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,33 +71,7 @@ def open_target(
     return FetchTarget(sequence.blocks.span_to_fill(sequence.matched, length), state_pages), copies
 
 
-@dataclass(frozen=True, slots=True)
-class FetchEnded:
-    """The outcome of a fetch. `failure` None: nothing is written any more, tokens up to `position` may be used, and the
-    state at `checkpoint_position`, None where none has come. Otherwise nothing may be used, and `failure` says why.
-    `volume`: what was moved, where that is known."""
-
-    fetch: FetchId
-    failure: str | None
-    position: int = 0
-    checkpoint_position: int | None = None
-    volume: Volume | None = None
-
-    def resume_position(self, num_prompt_tokens: int, resumes_anywhere: bool) -> int:
-        """Where a prompt of so many tokens goes on with what has come. `resumes_anywhere`: keys and values alone are
-        enough anywhere but at its end."""
-        position = self.checkpoint_position or 0
-        return max(position, min(self.position, num_prompt_tokens - 1)) if resumes_anywhere else position
-
-
-@dataclass(frozen=True, slots=True)
-class TargetFree:
-    """No write of this fetch can come any more. Comes after its `FetchEnded`, or together with it."""
-
-    fetch: FetchId
-
-
-FetchEvent = FetchEnded | TargetFree
+FetchEvent = PullEnded | PagesFree
 
 
 class PageSource(Protocol):
@@ -109,35 +80,28 @@ class PageSource(Protocol):
     @property
     def is_busy(self) -> bool:
         """Whether a request for which it is not ready is going to be ready by itself."""
-        ...
 
     def may_have(self, request: FetchRequest) -> bool:
         """Whether it is worth asking for a plan, in O(1): called when the request is submitted."""
-        ...
 
     def is_ready(self, request: FetchRequest) -> bool:
         """Whether it knows by now what it would bring: not before that it is asked for a plan. In O(1)."""
-        ...
 
     def plan(self, request: FetchRequest, sequence: SequenceBlocks) -> FetchPlan | None:
         """What it would bring of the prompt beyond `sequence`, which has been looked up; None: nothing."""
-        ...
 
-    def start(self, request: FetchRequest, target: FetchTarget) -> FetchId:
-        """Begin a fetch. It ends in exactly one `FetchEnded` and one `TargetFree`, also when it is aborted."""
-        ...
+    def start(self, request: FetchRequest, target: FetchTarget) -> PullId:
+        """Begin a fetch, by a number of this source's own. It ends in exactly one `PullEnded` and one `PagesFree`,
+        also when it is aborted."""
 
-    def abort(self, fetch: FetchId) -> None:
-        """Nobody waits for it any more. Its `TargetFree` may come much later. Does nothing for ended ones."""
-        ...
+    def abort(self, pull: PullId) -> None:
+        """Nobody waits for it any more. Its `PagesFree` may come much later. Does nothing for ended ones."""
 
     def decline(self, request: FetchRequest) -> None:
         """Nothing is wanted of it for this request, for which it has started no fetch."""
-        ...
 
     def events(self) -> list[FetchEvent]:
         """Events since the last call, in order."""
-        ...
 
 
 class PageSink(Protocol):
@@ -146,8 +110,6 @@ class PageSink(Protocol):
     @property
     def num_pins(self) -> int:
         """Pins of pages that are being copied, which end by themselves."""
-        ...
 
     def poll(self) -> bool:
         """Between steps: unpin what has been copied, and go on. Whether anything was unpinned."""
-        ...

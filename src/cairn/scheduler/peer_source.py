@@ -7,15 +7,7 @@ import numpy as np
 from cairn.addresses import join_host_port
 from cairn.cache.layout import CacheLayout
 from cairn.cache.sequence_blocks import SequenceBlocks
-from cairn.scheduler.page_source import (
-    FetchEnded,
-    FetchEvent,
-    FetchId,
-    FetchPlan,
-    FetchRequest,
-    FetchTarget,
-    TargetFree,
-)
+from cairn.scheduler.page_source import FetchEvent, FetchPlan, FetchRequest, FetchTarget
 from cairn.transfer.contract import ContentName, KvSource, PagesFree, PullEnded, PullId, PullSpec, SchedulerSide
 from cairn.types import Clock
 
@@ -84,21 +76,21 @@ class PeerSource:
             origin=join_host_port(source.host, source.port),
         )
 
-    def start(self, request: FetchRequest, target: FetchTarget) -> FetchId:
+    def start(self, request: FetchRequest, target: FetchTarget) -> PullId:
         source = self._peer(request)
         start = min((part.first_token for part in target.pages), default=len(request.keys))
         spec = PullSpec(request.request_id, source, request.name, request.keys, start, target.pages, target.state_pages)
         pull = self._side.pull(spec)
         self._pulls[pull] = _OpenPull(source, self._clock.now())
-        return FetchId(pull)
+        return pull
 
-    def abort(self, fetch: FetchId) -> None:
-        pull = self._pulls.get(PullId(fetch))
-        if pull is not None and not pull.ended:
-            pull.ended = True
-            self._side.abort(PullId(fetch))
+    def abort(self, pull: PullId) -> None:
+        opened = self._pulls.get(pull)
+        if opened is not None and not opened.ended:
+            opened.ended = True
+            self._side.abort(pull)
             # a pull that has claimed the lease gives it back itself; one that had not come so far knows no peer yet
-            self.release(pull.peer)
+            self.release(opened.peer)
 
     def decline(self, request: FetchRequest) -> None:
         self.release(self._peer(request))
@@ -118,19 +110,17 @@ class PeerSource:
 
     def receive(self, event: PullEnded | PagesFree) -> None:
         """News of a pull, from `side`."""
-        number = event.pull
-        pull = self._pulls.get(number)
+        pull = self._pulls.get(event.pull)
         if pull is None:
-            self._releases.discard(number)
-        elif isinstance(event, PagesFree):
-            del self._pulls[number]
-            self._events.append(TargetFree(FetchId(number)))
+            self._releases.discard(event.pull)
+            return
+        if isinstance(event, PagesFree):
+            del self._pulls[event.pull]
         else:
-            pull.ended, volume = True, event.volume
-            if event.failure is None and volume is not None:
-                self._learn(volume.num_bytes, self._clock.now() - pull.began)
-            ended = FetchEnded(FetchId(number), event.failure, event.position, event.checkpoint_position, volume)
-            self._events.append(ended)
+            pull.ended = True
+            if event.failure is None and event.volume is not None:
+                self._learn(event.volume.num_bytes, self._clock.now() - pull.began)
+        self._events.append(event)
 
     def _learn(self, num_bytes: int, seconds: float) -> None:
         if num_bytes and seconds > ROUND_TRIPS_SECONDS:

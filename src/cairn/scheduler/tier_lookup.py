@@ -8,10 +8,10 @@ A read takes pages that no waiting request lacks, and is over before the other s
 """
 
 from cairn.cache.sequence_blocks import Namespace
-from cairn.scheduler.page_source import FetchEnded, FetchRequest, open_target
+from cairn.scheduler.page_source import FetchRequest, open_target
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.transfers import FetchKey, OpenLookup
-from cairn.transfer.contract import ContentName, LookupRequest
+from cairn.transfer.contract import ContentName, LookupRequest, PullEnded
 from cairn.types import Keys, RequestId
 
 MAX_READS = 4
@@ -50,7 +50,7 @@ def advance_lookups(state: SchedulerState) -> list[OpenLookup]:
     return ended
 
 
-def finish_read(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> None:
+def finish_read(state: SchedulerState, key: FetchKey, ended: PullEnded) -> None:
     """Take in what a source has brought for a lookup, if that is what it has brought it for."""
     lookup = next((each for each in state.transfers.lookups if each.key == key), None)
     if lookup is None or lookup.is_over:

@@ -4,14 +4,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cairn.cache.sequence_blocks import PagePin, SequenceBlocks
-from cairn.scheduler.page_source import FetchId, FetchPlan, FetchRequest, FetchTarget, PageSink, PageSource
+from cairn.scheduler.page_source import FetchPlan, FetchRequest, FetchTarget, PageSink, PageSource
 from cairn.scheduler.peer_source import PeerSource
 from cairn.scheduler.request import Request, RequestStats
 from cairn.step import GRID, PageCopy
-from cairn.transfer.contract import ContentName, LookupRequest, NamedImage, SchedulerSide
+from cairn.transfer.contract import ContentName, LookupRequest, NamedImage, PullId, SchedulerSide
 from cairn.types import Keys, RequestId
 
-FetchKey = tuple[PageSource, FetchId]
+FetchKey = tuple[PageSource, PullId]
 """A fetch of any source."""
 
 

@@ -19,22 +19,14 @@ import numpy as np
 from cairn.cache.checkpoint import Origin
 from cairn.cache.group_pages import GroupPages
 from cairn.cache.sequence_blocks import SequenceBlocks
-from cairn.scheduler.page_source import (
-    FetchEnded,
-    FetchEvent,
-    FetchId,
-    FetchPlan,
-    FetchRequest,
-    FetchTarget,
-    TargetFree,
-)
+from cairn.scheduler.page_source import FetchEvent, FetchPlan, FetchRequest, FetchTarget
 from cairn.step import GRID
 from cairn.tiers.context import ORIGINS, TierContext
 from cairn.tiers.digests import PathNames
 from cairn.tiers.lanes import busy_time, resting_at_most
 from cairn.tiers.memory import CopyFailed
 from cairn.tiers.store import EntryRead, PageBytes, TierStore
-from cairn.transfer.contract import Volume
+from cairn.transfer.contract import PagesFree, PullEnded, PullId, Volume
 from cairn.types import Pages, RequestId
 
 MAX_LOOKUPS = 1024
@@ -146,7 +138,7 @@ class TierSource:
     def __init__(self, context: TierContext) -> None:
         self._context = context
         self._known: dict[RequestId, _Known] = {}
-        self._fetches: dict[FetchId, _OpenFetch] = {}
+        self._fetches: dict[PullId, _OpenFetch] = {}
         self._events: list[FetchEvent] = []
         self._number = 0
         self._rates = {store.name: _FIRST_RATES.get(store.name, 1e-9) for store in context.stores}
@@ -256,11 +248,11 @@ class TierSource:
             position, position - sequence.hit, reads_pages, chunks, chosen, tier, compute_seconds, rests, plan
         )
 
-    def start(self, request: FetchRequest, target: FetchTarget) -> FetchId:
+    def start(self, request: FetchRequest, target: FetchTarget) -> PullId:
         known = self._known.pop(request.request_id)
         assert known.choice is not None, "start without a plan"
         self._number += 1
-        fetch, choice = FetchId(self._number), known.choice
+        fetch, choice = PullId(self._number), known.choice
         opened = self._fetches[fetch] = _OpenFetch(choice)
         opened.deadline = self._context.clock.now() + max(LEAST_PATIENCE, choice.compute_seconds)
         reach = known.future.result()
@@ -317,7 +309,7 @@ class TierSource:
 
     # -- what becomes of it --------------------------------------------------------------------------------------
 
-    def abort(self, fetch: FetchId) -> None:
+    def abort(self, fetch: PullId) -> None:
         opened = self._fetches.get(fetch)
         if opened is not None:
             opened.cancelled = True
@@ -332,19 +324,19 @@ class TierSource:
             elif not opened.ended and now >= opened.deadline:
                 opened.ended = opened.cancelled = True
                 self._slow_down(opened.choice)
-                self._events.append(FetchEnded(fetch, "it takes longer than computing"))
+                self._events.append(PullEnded(fetch, "it takes longer than computing"))
             if opened.ended and opened.is_over:
                 del self._fetches[fetch]
-                self._events.append(TargetFree(fetch))
+                self._events.append(PagesFree(fetch))
         events, self._events = self._events, []
         return events
 
-    def _end(self, fetch: FetchId, opened: _OpenFetch) -> FetchEnded:
+    def _end(self, fetch: PullId, opened: _OpenFetch) -> PullEnded:
         future, choice, context = opened.future, opened.choice, self._context
         assert future is not None
         seconds = None if future.cancelled() or future.exception() is not None else future.result()
         if opened.cancelled or seconds is None:
-            return FetchEnded(fetch, "aborted" if opened.cancelled else "an entry was gone or damaged, or not copied")
+            return PullEnded(fetch, "aborted" if opened.cancelled else "an entry was gone or damaged, or not copied")
         state, num_bytes = choice.state, choice.plan.num_bytes
         rate = max(0.0, seconds - LATENCY_SECONDS) / num_bytes
         self._rates[choice.tier] += (rate - self._rates[choice.tier]) / 4
@@ -356,7 +348,7 @@ class TierSource:
                 store.counters.hits += 1
                 store.counters.hit_tokens += choice.num_saved
         position = None if state is None else choice.position
-        return FetchEnded(fetch, None, choice.position, position, Volume(num_bytes, 1))
+        return PullEnded(fetch, None, choice.position, position, Volume(num_bytes, 1))
 
     def _slow_down(self, choice: _Choice) -> None:
         rate = choice.compute_seconds / choice.plan.num_bytes

@@ -9,9 +9,18 @@ from dataclasses import replace
 
 from cairn.cache.group_pages import GroupPages
 from cairn.step import GRID
-from cairn.transfer.contract import Offer, Peer, PullId, PullSpec, ReadOrder, num_range_pages
+from cairn.transfer.contract import (
+    NO_PAGES,
+    Offer,
+    OfferedCheckpoint,
+    Peer,
+    PullId,
+    PullSpec,
+    ReadOrder,
+    num_range_pages,
+)
 from cairn.transfer.digest import DIGEST_BYTES, ContentDigest, content_digest
-from cairn.transfer.wire import MAX_MARK_BYTES, Claim, Granted, unpack_pages
+from cairn.transfer.wire import MAX_MARK_BYTES, Claim, Granted, pack_pages, unpack_pages
 
 
 def make_claim(spec: PullSpec, layout: bytes) -> Claim | None:
@@ -57,33 +66,39 @@ def find_pages(offer: Offer, start: int, position: int) -> tuple[GroupPages, ...
     return tuple(parts)
 
 
+def make_grant(claim: Claim, offer: Offer, position: int) -> Granted | None:
+    """What a claim of the first `position` tokens is answered with, and the deepest checkpoint among them if one is
+    claimed and there is one. None if the offer has not all that is needed of the tokens, or the claim begins behind
+    them."""
+    parts = find_pages(offer, claim.start, position) if 0 < position <= len(offer.keys) else None
+    if parts is None or claim.start > position:
+        return None
+    usable = [checkpoint for checkpoint in offer.checkpoints if checkpoint.position <= position and claim.checkpoint]
+    deepest = max(usable, key=lambda checkpoint: checkpoint.position, default=OfferedCheckpoint(0, NO_PAGES))
+    pages = tuple(pack_pages(part.pages) for part in parts)
+    first_tokens = tuple(part.first_token for part in parts)
+    return Granted(position, first_tokens, pages, deepest.position or None, pack_pages(deepest.pages))
+
+
 def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted) -> ReadOrder | None:
-    """What to read by a grant; None when the grant does not follow from the claim
-    or contradicts itself."""
-    source, end, at = spec.source, granted.position, granted.checkpoint_position
-    state_pages = unpack_pages(granted.checkpoint)
-    has_state = at is not None
-    if state_pages is None or has_state != bool(len(state_pages)):
+    """What to read by a grant; None when the grant does not follow from the claim or contradicts itself."""
+    end, at, state_pages = granted.position, granted.checkpoint_position, unpack_pages(granted.checkpoint)
+    parts = _match_pages(spec, peer, granted)
+    if parts is None or state_pages is None or (at is not None) != bool(len(state_pages)):
         return None
-    if at is not None and not 0 < at <= end:
+    if at is not None and (spec.checkpoint is None or not 0 < at <= end):
         return None
-    if source.nonce is not None:
+    if spec.source.nonce is not None:
         # all of the lease
-        if end != len(spec.keys) or has_state != (spec.checkpoint is not None):
-            return None
+        follows = end == len(spec.keys) and (at is None) == (spec.checkpoint is None)
     else:
         is_mark = end % GRID == 0 and end <= min(len(spec.keys), MAX_MARK_BYTES // DIGEST_BYTES * GRID)
-        if end <= spec.start or not (is_mark or end == _end(spec)) or (has_state and spec.checkpoint is None):
-            return None
-    if any(part.group.reach is not None for part in spec.pages) and at != end and (has_state or end == len(spec.keys)):
+        follows = end > spec.start and (is_mark or end == _end(spec))
+    if any(part.group.reach is not None for part in spec.pages) and at != end and (at or end == len(spec.keys)):
         # what is within reach at `end` is not all that is within reach at an earlier token
         return None
-    parts = _match_pages(spec, peer, granted)
-    if parts is None:
-        return None
-    remote, local = parts
-    states = (state_pages, spec.checkpoint) if has_state else (None, None)
-    return ReadOrder(pull, peer, end, remote, local, *states)
+    states = (None, None) if at is None else (state_pages, spec.checkpoint)
+    return ReadOrder(pull, peer, end, *parts, *states) if follows else None
 
 
 def _match_pages(
@@ -100,8 +115,7 @@ def _match_pages(
     if granted.pages and len(groups) != len(spec.pages):
         return None
     remote, local = list[GroupPages](), list[GroupPages]()
-    given = zip(granted.first_tokens, granted.pages, strict=True)
-    for (first_token, packed), part, theirs in zip(given, spec.pages, groups, strict=False):
+    for first_token, packed, part, theirs in zip(granted.first_tokens, granted.pages, spec.pages, groups, strict=False):
         group = replace(part.group, tokens_per_page=theirs.tokens_per_page)
         first, pages = min(end, max(spec.start, group.needed_at(end))), unpack_pages(packed)
         if pages is None or (theirs.reach, theirs.chunked) != (group.reach, group.chunked):
@@ -110,9 +124,7 @@ def _match_pages(
             return None
         remote.append(GroupPages(group, first, pages).span(part.first_token, end))
         local.append(part.span(first, end))
-    if not any(len(part.pages) for part in remote):
-        return (), ()
-    return tuple(remote), tuple(local)
+    return (tuple(remote), tuple(local)) if any(len(part.pages) for part in remote) else ((), ())
 
 
 def _end(spec: PullSpec) -> int:

@@ -1,46 +1,30 @@
 """The consumer's side of transfers: all pulls of one engine, and its sessions with producers."""
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 
-from cairn.transfer.contract import Identity, KvSource, PagesFree, PullEnded, PullId, PullSpec, WorkerSide
+from cairn.transfer.contract import KvSource, PagesFree, PullEnded, PullId, PullSpec
 from cairn.transfer.peers import Address, PeerPolicy, UnresponsivePeers
-from cairn.transfer.pull import Pull, PullLimits, PullState, PullTools
-from cairn.transfer.session import PeerFailed, ProducerSession
-from cairn.transfer.stream import Connect
+from cairn.transfer.pull import Pull, PullLimits, PullState
+from cairn.transfer.session import ConsumerTools, PeerFailed, ProducerSession
 from cairn.types import Clock
 
 _MAX_SESSIONS = 256
 
 
 class Consumer:
-    """All pulls of one engine, in `event_loop`. `emit` is called with each outcome. Call `look` again and again while
+    """All pulls of one engine. `emit` is called with each outcome. Call `look` again and again while
     `num_open` is not 0."""
 
     def __init__(
-        self,
-        identity: Identity,
-        policy: PeerPolicy,
-        worker: WorkerSide,
-        clock: Clock,
-        random: Callable[[int], bytes],
-        connect: Connect,
-        event_loop: asyncio.AbstractEventLoop,
-        emit: Callable[[PullEnded | PagesFree], None],
-        limits: PullLimits | None = None,
+        self, tools: ConsumerTools, policy: PeerPolicy, clock: Clock, emit: Callable[[PullEnded | PagesFree], None]
     ) -> None:
-        self._identity = identity
+        self._tools = tools
         self._policy = policy
-        self._random = random
-        self._connect = connect
-        self._event_loop = event_loop
         self._emit = emit
-        limits = limits or PullLimits()
-        self._tools = PullTools(self._session_with, worker, identity.layout, limits, event_loop, self._pull_ended)
         self._sessions: dict[Address, ProducerSession] = {}
-        self._unresponsive = UnresponsivePeers(clock, limits.retry_silent)
+        self._unresponsive = UnresponsivePeers(clock, PullLimits.retry_silent)
         self._pulls: dict[PullId, Pull] = {}
-        self._dropped = 0
 
     @property
     def num_open(self) -> int:
@@ -60,13 +44,13 @@ class Consumer:
     @property
     def dropped(self) -> int:
         """Frames that were ignored."""
-        return self._dropped + sum(session.dropped for session in self._sessions.values())
+        return self._tools.codecs.dropped
 
     def pull(self, spec: PullSpec, number: PullId) -> None:
         """Start a pull. `number`: one that no other pull ever had."""
         if number in self._pulls:
             raise AssertionError(f"pull {number} is open already")
-        pull = self._pulls[number] = Pull(number, spec, self._tools)
+        pull = self._pulls[number] = Pull(number, spec, self._tools, self._session_with, self._pull_ended)
         pull.add_done_callback(lambda: self._pages_free(number))
 
     def abort(self, pull: PullId) -> None:
@@ -80,11 +64,11 @@ class Consumer:
 
     def _pull_ended(self, pull: Pull) -> None:
         source = pull.spec.source
-        if pull.is_silent and pull.session is not None:
+        if pull.is_silent and pull.session is not None and pull.session.failure is None:
             # The next transfer begins with a new handshake: the peer may have forgotten this session.
             pull.session.close("the peer did not answer")
             self._unresponsive.add(source.address, source.engine_id)
-        self._emit(PullEnded(pull.id, pull.failure, pull.position, pull.checkpoint_position, pull.volume))
+        self._emit(pull.outcome)
 
     def _pages_free(self, number: PullId) -> None:
         del self._pulls[number]
@@ -116,21 +100,12 @@ class Consumer:
         address = source.address
 
         def ended(session: ProducerSession, failure: PeerFailed) -> None:
-            self._dropped += session.dropped
             del self._sessions[address]
             if failure.is_silent:
                 self._unresponsive.add(address, session.engine_id)
 
-        session = self._sessions[address] = ProducerSession(
-            address,
-            source.engine_id,
-            self._identity,
-            self._connect,
-            self._random,
-            self._event_loop,
-            heard=lambda: self._unresponsive.remove(address),
-            ended=ended,
-        )
+        heard = partial(self._unresponsive.remove, address)
+        session = self._sessions[address] = ProducerSession(address, source.engine_id, self._tools, heard, ended)
         return session
 
     def _is_used(self, session: ProducerSession) -> bool:

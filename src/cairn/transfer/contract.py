@@ -25,6 +25,7 @@ PullId = NewType("PullId", int)
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Pull = Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +93,13 @@ def num_range_pages(start: int, end: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A server that has proved itself. `ranks`: what its links say of themselves, one entry per rank."""
+    """A server, as others know it: this one, or one that has proved itself. `engine_id` is new at every start. `ranks`:
+    what its links say of themselves, one entry per rank. `layout`: `digest.layout_hash`."""
 
     engine_id: str
     geometry: PeerGeometry
     ranks: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this server is to others. `me.engine_id` is new at every start; `layout` is `digest.layout_hash`."""
-
-    me: Peer
-    layout: bytes
+    layout: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +193,9 @@ class PullSpec:
 
 @dataclass(frozen=True, slots=True)
 class PullEnded:
-    """The outcome of a pull. `failure` None: tokens up to `position` may be used, and the checkpoint at
-    `checkpoint_position`, None where there is none. Otherwise nothing may be used, and `failure` says why. `volume`:
-    what was read."""
+    """The outcome of a pull, or of what another page source brings. `failure` None: nothing is written any more, tokens
+    up to `position` may be used, and the state at `checkpoint_position`, None where there is none. Otherwise nothing
+    may be used, and `failure` says why. `volume`: what was read, where that is known."""
 
     pull: PullId
     failure: str | None
@@ -208,11 +203,17 @@ class PullEnded:
     checkpoint_position: int | None = None
     volume: "Volume | None" = field(default=None, compare=False)
 
+    def resume_position(self, num_prompt_tokens: int, resumes_anywhere: bool) -> int:
+        """Where a prompt of so many tokens goes on with what has come. `resumes_anywhere`: keys and values alone are
+        enough anywhere but at its end."""
+        position = self.checkpoint_position or 0
+        return max(position, min(self.position, num_prompt_tokens - 1)) if resumes_anywhere else position
+
 
 @dataclass(frozen=True, slots=True)
 class PagesFree:
-    """No write of this pull can come any more: the pages of its `PullSpec` may be used again. Comes after `PullEnded`,
-    or together with it."""
+    """No write of this pull can come any more: the pages it was to fill may be used again. Comes after `PullEnded`, or
+    together with it."""
 
     pull: PullId
 
@@ -241,12 +242,15 @@ class LookupRequest:
 Event = PullEnded | PagesFree | LeaseEnded | LookupRequest
 
 
+NO_PAGES: Pages = np.zeros(0, np.int32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LeaseDemand:
     """Pages that leases are going to pin: `pages`, shape [n], in any order and any number of times, and `num_new`
     others that are not allocated yet."""
 
-    pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))
+    pages: Pages = field(default_factory=lambda: NO_PAGES)
     num_new: int = 0
 
     def __bool__(self) -> bool:
@@ -295,7 +299,7 @@ class ReadOrder(msgspec.Struct, frozen=True, tag="read", eq=False):
     `end` from the peer's `remote` pages into the own `local` ones, each in its side's size, and its checkpoint into
     the own state pages, or None. Each rank reads its share."""
 
-    pull: Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
+    pull: _Pull
     peer: Peer
     end: _Tokens
     remote: tuple[GroupPages, ...]
@@ -315,17 +319,24 @@ class Volume:
         return Volume(self.num_bytes + other.num_bytes, self.num_descriptors + other.num_descriptors)
 
 
+class ReadEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """How a read has ended: nothing more is written for it. `failure`: why another rank could not begin it. `volume`:
+    what was read, if it is DONE."""
+
+    pull: _Pull
+    state: ReadState
+    failure: str = ""
+    volume: Volume = Volume()
+
+
 class WorkerSide(Protocol):
     """Carries out the reads of one rank, or of all. A read is named by its pull."""
 
     def start(self, order: ReadOrder) -> None:
         """Post the reads. Raises LinkError when the peer cannot be read; then nothing was posted."""
 
-    def poll(self, pull: PullId) -> ReadState:
-        """Drive the read; returns its state. Once that is not READING, the read is forgotten."""
-
-    def take_volume(self, pull: PullId) -> Volume:
-        """Size of a read after `poll` has returned DONE; once."""
+    def poll(self, pull: PullId) -> ReadEnded | None:
+        """Drive the read; None while bytes may arrive. Once it has ended, it is forgotten."""
 
     def cancel(self, pull: PullId) -> None:
-        """Cancel the read. `poll` returns READING for as long as a late write may come."""
+        """Cancel the read. `poll` returns None for as long as a late write may come."""

@@ -13,7 +13,7 @@ tokens are smaller has more of them in a page, and may leave less than one token
 works that out once per peer; from it follow, for each request and attention group:
 
     equal sizes of pages     page_reads: straight into the local pages
-    unequal sizes of pages   staging_reads into slots, then `token_copies.lay_out`
+    unequal sizes of pages   page_reads into slots, then `token_copies.lay_out`
     checkpoint               state_reads
 """
 
@@ -65,11 +65,30 @@ class Ranges(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankSource:
-    """Byte ranges to read from remote rank `rank`, of each page of a group or of a state."""
+class Sources:
+    """What to read for each page of a group, or for a state: `by_rank`, byte ranges in it and in what it is read into,
+    which is `stride` bytes further on for every page. None crosses the end of a page on either side."""
 
-    rank: int
-    ranges: Ranges
+    by_rank: dict[int, Ranges]
+    remote_page_bytes: int
+    local_page_bytes: int
+    stride: int = 0
+
+    def reads(self, count: int, remote_pages: Pages, local_pages: Pages) -> dict[int, Descriptors]:
+        """By remote rank the reads of `count` pages of a group, or of one state, into these pages."""
+        places = np.arange(count)[:, None]
+        reads = {}
+        for rank, ranges in self.by_rank.items() if count else ():
+            there = np.divmod((places * self.remote_page_bytes + ranges.remote).reshape(-1), self.remote_page_bytes)
+            here = np.divmod((places * self.stride + ranges.local).reshape(-1), self.local_page_bytes)
+            reads[rank] = Descriptors(
+                remote_page=remote_pages.astype(np.int64)[there[0]],
+                remote_offset=there[1],
+                local_page=local_pages.astype(np.int64)[here[0]],
+                local_offset=here[1],
+                num_bytes=np.tile(ranges.num_bytes, count),
+            )
+        return reads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +96,7 @@ class GroupPairing:
     """How one local rank reads the pages of one attention group from a peer, for every request.
 
     `remote_tokens`, `local_tokens`: of a page. `page_bytes`: of a local page, which has `units` units of `runs` runs,
-    where each token has `row_bytes`. `sources`: by rank. `slot_bytes`: from one slot to the next; where nothing is
-    staged a local page is the slot.
+    where each token has `row_bytes`.
     """
 
     remote_tokens: int
@@ -87,8 +105,12 @@ class GroupPairing:
     units: int
     runs: int
     row_bytes: int
-    sources: tuple[RankSource, ...]
-    slot_bytes: int
+    sources: Sources
+
+    @property
+    def slot_bytes(self) -> int:
+        """From one slot to the next; where nothing is staged a local page is the slot."""
+        return self.sources.stride
 
     @property
     def is_staged(self) -> bool:
@@ -103,19 +125,17 @@ class GroupPairing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairing:
-    """How one local rank reads from a peer, for every request: `groups`, the pages of each attention group, and
-    `states`, by rank."""
+    """How one local rank reads from a peer, for every request: the pages of each attention group, and states."""
 
     remote: PeerGeometry
     local: PeerGeometry
     groups: tuple[GroupPairing, ...]
-    states: tuple[RankSource, ...]
+    states: Sources
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The remote ranks to read from."""
-        sources = [*self.states, *(source for group in self.groups for source in group.sources)]
-        return tuple(sorted({source.rank for source in sources}))
+        return tuple(sorted({*self.states.by_rank, *(rank for group in self.groups for rank in group.sources.by_rank)}))
 
 
 def geometry_of(layout: CacheLayout, tp_size: int) -> PeerGeometry:
@@ -140,8 +160,7 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
     """How local rank `rank` reads from a peer. Raises ConfigError where the two cannot hold the same model."""
     if not 0 <= rank < local.tp_size:
         raise ConfigError(f"rank {rank} is none of the {local.tp_size} of --tensor-parallel-size")
-    check_checkpoint_dtypes(remote, local)
-    check_groups(remote, local)
+    check_peers(remote, local)
     _check_states(model, remote, local)
     if model.attention:
         _check_block_sizes(model, remote, local)
@@ -152,8 +171,7 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
         _pair_group(units, (remote, theirs), (local, ours), rank)
         for units, (theirs, ours) in zip(model.attention, sides, strict=False)
     ]
-    states = _sources(_state_ranges(model, remote, local, rank), remote.page_bytes, local.page_bytes)
-    return Pairing(remote, local, tuple(groups), states)
+    return Pairing(remote, local, tuple(groups), _state_sources(model, remote, local, rank))
 
 
 def _pair_group(
@@ -183,8 +201,7 @@ def _pair_group(
         units=held,
         runs=units.runs,
         row_bytes=units.row_bytes,
-        sources=_sources(_by_rank(owner, ranges), there.page_bytes, here.page_bytes),
-        slot_bytes=slot_bytes,
+        sources=_sources(owner, ranges, there.page_bytes, here.page_bytes, slot_bytes),
     )
 
 
@@ -195,25 +212,16 @@ def _slot_bytes(used: int, page_bytes: int) -> int:
     return -(-used // page_bytes) * page_bytes
 
 
-def check_groups(remote: PeerGeometry, local: PeerGeometry) -> None:
-    """Raises ConfigError for two servers that keep keys and values by other attention groups."""
+def check_peers(remote: PeerGeometry, local: PeerGeometry) -> None:
+    """Raises ConfigError for two servers whose states run in two dtypes, or are in two forms in checkpoints, and for
+    those that keep keys and values by other attention groups."""
+    for name, flag in (("state_dtype", "--mamba-ssm-cache-dtype"), ("checkpoint_dtype", "--checkpoint-dtype")):
+        there, here = getattr(remote, name), getattr(local, name)
+        if there != here:
+            raise ConfigError(f"{name}: {there} at the peer, {here} here; start both with the same {flag}")
     there, here = (", ".join(group.kind for group in side.attention_groups) for side in (remote, local))
     if there != here:
         raise ConfigError(f"attention groups: {there} at the peer, {here} here: both sides must serve the same model")
-
-
-def check_checkpoint_dtypes(remote: PeerGeometry, local: PeerGeometry) -> None:
-    """Raises ConfigError for two servers whose states run in two dtypes, or are in two forms in checkpoints."""
-    if remote.state_dtype != local.state_dtype:
-        raise ConfigError(
-            f"state_dtype: {remote.state_dtype} at the peer, {local.state_dtype} here; start both with the same "
-            "--mamba-ssm-cache-dtype"
-        )
-    if remote.checkpoint_dtype != local.checkpoint_dtype:
-        raise ConfigError(
-            f"checkpoint_dtype: {remote.checkpoint_dtype} at the peer, {local.checkpoint_dtype} here; start both with "
-            "the same --checkpoint-dtype"
-        )
 
 
 def _units_per_rank(what: str, total: int, tp_size: int) -> int:
@@ -264,8 +272,7 @@ def _check_equal(what: str, remote: int, local: int) -> None:
         raise ConfigError(f"{what}: {remote} at the peer, {local} here; both must serve the same model and dtype")
 
 
-def _state_ranges(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int) -> dict[int, Ranges]:
-    """Of a state: by remote rank the runs that this rank needs."""
+def _state_sources(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int) -> Sources:
     header, held = local.header_bytes, local.state_units if model.state_units else 0
     owner, index = _owners(max(1, model.state_units), remote.tp_size, local, held, rank)
     unit_bytes = local.state_bytes // max(1, held)
@@ -274,7 +281,8 @@ def _state_ranges(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, 
         local=np.concatenate(([0], header + np.arange(held) * unit_bytes)),
         num_bytes=np.concatenate(([header], np.full(held, unit_bytes))),
     )
-    return _by_rank(np.concatenate(([_home(remote.tp_size, local, rank)], owner)), ranges)
+    owner = np.concatenate(([_home(remote.tp_size, local, rank)], owner))
+    return _sources(owner, ranges, remote.page_bytes, local.page_bytes)
 
 
 def _home(remote_tp: int, local: PeerGeometry, rank: int) -> int:
@@ -294,82 +302,41 @@ def _owners(total: int, remote_tp: int, local: PeerGeometry, held: int, rank: in
     return owner, units - owner * total // remote_tp
 
 
-def _by_rank(owner: _Array, ranges: Ranges) -> dict[int, Ranges]:
-    """Runs that follow each other on both sides joined, empty ones left out, the rest by rank."""
+def _sources(owner: _Array, ranges: Ranges, remote_page: int, local_page: int, stride: int = 0) -> Sources:
+    """Runs that follow each other on both sides joined, empty ones left out, cut where a page ends on either side."""
     filled = ranges.num_bytes > 0
     owner, (remote, local, size) = owner[filled], (each[filled] for each in ranges)
-    if not len(owner):
-        return {}
     apart = (np.diff(owner) != 0) | (np.diff(remote) != size[:-1]) | (np.diff(local) != size[:-1])
-    heads = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    owner, joined = owner[heads], Ranges(remote[heads], local[heads], np.add.reduceat(size, heads))
-    return {int(each): Ranges(*(part[owner == each] for part in joined)) for each in np.unique(owner)}
-
-
-def _sources(by_rank: dict[int, Ranges], remote_page: int, local_page: int) -> tuple[RankSource, ...]:
-    return tuple(RankSource(rank, _cut(by_rank[rank], remote_page, local_page)) for rank in sorted(by_rank))
-
-
-def _cut(ranges: Ranges, remote_page: int, local_page: int) -> Ranges:
-    """The runs, cut where a page ends on either side."""
-    parts = [np.zeros((3, 0), np.int64)]
-    for remote, local, size in zip(*ranges, strict=True):
+    heads = np.concatenate(([0], np.flatnonzero(apart) + 1))[: len(owner)]
+    parts: dict[int, list[_Array]] = {}
+    joined = owner[heads], remote[heads], local[heads], np.add.reduceat(size, heads)
+    for rank, there, here, num_bytes in zip(*joined, strict=True):
         borders = (
-            np.arange(-remote % remote_page, size, remote_page),
-            np.arange(-local % local_page, size, local_page),
+            np.arange(-there % remote_page, num_bytes, remote_page),
+            np.arange(-here % local_page, num_bytes, local_page),
         )
         starts = np.unique(np.concatenate(([0], *borders)))
-        parts.append(np.stack((remote + starts, local + starts, np.diff(starts, append=size))))
-    return Ranges(*np.concatenate(parts, axis=1))
+        part = np.stack((there + starts, here + starts, np.diff(starts, append=num_bytes)))
+        parts.setdefault(int(rank), []).append(part)
+    by_rank = {rank: Ranges(*np.concatenate(parts[rank], axis=1)) for rank in sorted(parts)}
+    return Sources(by_rank, remote_page, local_page, stride)
 
 
 def page_reads(
     pairing: GroupPairing, start: int, end: int, remote_pages: Pages, local_pages: Pages
 ) -> dict[int, Descriptors]:
-    """By remote rank the reads that fill `local_pages` whole, for equal sizes of pages: one descriptor a page and rank.
-
-    Tokens [start, end); the page lists cover them in each side's size. Raises ValueError for lists of another length,
-    and for unequal sizes.
-    """
-    if pairing.is_staged:
-        raise ValueError(f"pages of {pairing.remote_tokens} and {pairing.local_tokens} tokens need staging")
+    """By remote rank the reads of tokens [start, end), which `remote_pages` cover: for equal sizes of pages into the
+    local pages of the same tokens, whole, one descriptor a page and rank; else into pages of staging, where slots lie
+    back to back. Raises ValueError for lists of another length."""
     check_page_list("remote_pages", remote_pages, pairing.remote_tokens, start, end)
-    check_page_list("local_pages", local_pages, pairing.local_tokens, start, end)
-    return _reads_into(pairing, remote_pages, local_pages.astype(np.int64))
+    if len(local_pages) != (need := staging_pages(pairing, start, end)):
+        raise ValueError(f"local_pages lists {len(local_pages)} pages, tokens [{start}, {end}) take {need}")
+    return pairing.sources.reads(len(remote_pages), remote_pages, local_pages)
 
 
 def staging_pages(pairing: GroupPairing, start: int, end: int) -> int:
-    """How many local pages of staging the tokens [start, end) take."""
+    """How many local pages of slots the tokens [start, end) take."""
     return -(-num_range_pages(start, end, pairing.remote_tokens) * pairing.slot_bytes // pairing.page_bytes)
-
-
-def staging_reads(
-    pairing: GroupPairing, start: int, end: int, remote_pages: Pages, first_page: int
-) -> dict[int, Descriptors]:
-    """By remote rank the reads that fill the slots, which lie back to back from local page `first_page` on.
-
-    Tokens [start, end), covered by `remote_pages`. Raises ValueError for a list of another length.
-    """
-    check_page_list("remote_pages", remote_pages, pairing.remote_tokens, start, end)
-    staging = np.arange(first_page, first_page + staging_pages(pairing, start, end))
-    return _reads_into(pairing, remote_pages, staging)
-
-
-def _reads_into(pairing: GroupPairing, remote_pages: Pages, local_pages: _Array) -> dict[int, Descriptors]:
-    count, reads = len(remote_pages), {}
-    for source in pairing.sources:
-        pieces = len(source.ranges.num_bytes)
-        if count and pieces:
-            flat = (np.arange(count)[:, None] * pairing.slot_bytes + source.ranges.local).reshape(-1)
-            number, offset = np.divmod(flat, pairing.page_bytes)
-            reads[source.rank] = Descriptors(
-                remote_page=np.repeat(remote_pages.astype(np.int64), pieces),
-                remote_offset=np.tile(source.ranges.remote, count),
-                local_page=local_pages[number],
-                local_offset=offset,
-                num_bytes=np.tile(source.ranges.num_bytes, count),
-            )
-    return reads
 
 
 def state_reads(pairing: Pairing, remote_state: Pages, local_state: Pages) -> dict[int, Descriptors]:
@@ -382,19 +349,7 @@ def state_reads(pairing: Pairing, remote_state: Pages, local_state: Pages) -> di
         need = max(1, -(-(side.header_bytes + side.state_bytes) // side.page_bytes))
         if len(pages) != need:
             raise ValueError(f"{name} lists {len(pages)} pages, a checkpoint takes {need}")
-    reads = {}
-    for source in pairing.states:
-        if len(source.ranges.num_bytes):
-            remote, remote_offset = np.divmod(source.ranges.remote, pairing.remote.page_bytes)
-            local, local_offset = np.divmod(source.ranges.local, pairing.local.page_bytes)
-            reads[source.rank] = Descriptors(
-                remote_page=remote_state.astype(np.int64)[remote],
-                remote_offset=remote_offset,
-                local_page=local_state.astype(np.int64)[local],
-                local_offset=local_offset,
-                num_bytes=source.ranges.num_bytes,
-            )
-    return reads
+    return pairing.states.reads(1, remote_state, local_state)
 
 
 def check_page_list(name: str, pages: Pages, tokens_per_page: int, start: int, end: int) -> None:

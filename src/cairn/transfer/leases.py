@@ -24,16 +24,10 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.transfer.claim import find_pages, match_claim
-from cairn.transfer.contract import (
-    NO_DEMAND,
-    LeaseDemand,
-    LeaseEnded,
-    Offer,
-    OfferedCheckpoint,
-)
+from cairn.transfer.claim import make_grant, match_claim
+from cairn.transfer.contract import NO_DEMAND, LeaseDemand, LeaseEnded, Offer
 from cairn.transfer.params import remote_request_id
-from cairn.transfer.wire import NONCE_BYTES, Claim, Granted, RefusalReason, pack_pages
+from cairn.transfer.wire import NONCE_BYTES, Claim, Granted, RefusalReason
 from cairn.types import Clock, Pages
 
 logger = logging.getLogger(__name__)
@@ -243,27 +237,34 @@ class Leases:
         if isinstance(lease, RefusalReason):
             return lease
         offer = lease.offer
-        if offer is None or not claim.start <= claim.position or not 0 < claim.position <= len(offer.keys):
-            return RefusalReason.OUT_OF_RANGE
-        if claim.checkpoint and _deepest(offer, claim.position) is None:
-            return RefusalReason.OUT_OF_RANGE
-        if find_pages(offer, claim.start, claim.position) is None:
+        granted = None if offer is None else make_grant(claim, offer, claim.position)
+        if offer is None or granted is None or (claim.checkpoint and granted.checkpoint_position is None):
             return RefusalReason.OUT_OF_RANGE
         # long prompts take a while: without the lock, which the scheduler waits for
-        if (position := match_claim(claim, offer, self._layout)) is None:
+        if match_claim(claim, offer, self._layout) is None:
             return RefusalReason.OTHER_CONTENT
         with self._lock:
             lease = self._find(request_id, nonce)
-            return lease if isinstance(lease, RefusalReason) else self._grant(lease, claim, offer, position)
+            return lease if isinstance(lease, RefusalReason) else self._give(lease, granted)
 
     def grant(self, claim: Claim, nonce: bytes) -> Claimed | None:
-        """Give all of an offer to a claim that came without a lease and matches all of it; None if it has ended."""
+        """Give all of an offer to a claim that came without a lease. None if the lease has ended, if the offer has
+        nothing beyond `start`, and if the claim contradicts itself. Raises AssertionError for an offer of other content
+        than was claimed."""
         with self._lock:
             self.expire()
             lease = self._active.get(nonce)
-            if lease is None or lease.offer is None:
-                return None
-            return self._grant(lease, claim, lease.offer, len(lease.offer.keys))
+        if lease is None or (offer := lease.offer) is None or len(offer.keys) <= claim.start:
+            return None
+        if match_claim(claim, offer, self._layout) != len(offer.keys):
+            if claim.end is None:
+                raise AssertionError(f"{offer.request_id}: {len(offer.keys)} tokens are at no mark of the claim")
+            # Found by an end that the marks do not lead to, which is the peer's fault.
+            return None
+        granted = make_grant(claim, offer, len(offer.keys))
+        with self._lock:
+            self.expire()
+            return None if granted is None or nonce not in self._active else self._give(lease, granted)
 
     def heartbeat(self, lease: Lease | None) -> RefusalReason | None:
         """Extend a claimed lease. None, and one that has ended: whoever reads has given up, and needs this side until
@@ -302,17 +303,10 @@ class Leases:
             return RefusalReason.FORGED
         return lease if lease.state is LeaseState.OFFERED else _why_ended(lease)
 
-    def _grant(self, lease: Lease, claim: Claim, offer: Offer, position: int) -> Claimed:
-        """Make the lease the claim's own. The offer has the pages that it names."""
+    def _give(self, lease: Lease, granted: Granted) -> Claimed:
         lease.to(LeaseState.CLAIMED)
         self._extend(lease)
-        parts = find_pages(offer, claim.start, position)
-        assert parts is not None, f"{offer.request_id}: pages of what is offered are missing"
-        listed = tuple(part.first_token for part in parts), tuple(pack_pages(part.pages) for part in parts)
-        checkpoint = _deepest(offer, position) if claim.checkpoint else None
-        if checkpoint is None:
-            return Claimed(lease, Granted(position, *listed, None, b""))
-        return Claimed(lease, Granted(position, *listed, checkpoint.position, pack_pages(checkpoint.pages)))
+        return Claimed(lease, granted)
 
     def _extend(self, lease: Lease) -> None:
         until = self._clock.now() + self._limits.extension
@@ -335,8 +329,3 @@ def _why_ended(lease: Lease | None) -> RefusalReason:
     if lease is None:
         return RefusalReason.UNKNOWN
     return RefusalReason.EXPIRED if lease.state is LeaseState.EXPIRED else RefusalReason.USED
-
-
-def _deepest(offer: Offer, position: int) -> OfferedCheckpoint | None:
-    usable = [checkpoint for checkpoint in offer.checkpoints if checkpoint.position <= position]
-    return max(usable, key=lambda checkpoint: checkpoint.position, default=None)

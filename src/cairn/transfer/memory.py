@@ -53,8 +53,4 @@ class HostPool:
 
     def fence(self) -> Fence:
         """What has arrived is seen, and copies are done when they return."""
-        return _passed
-
-
-def _passed() -> bool:
-    return True
+        return lambda: True

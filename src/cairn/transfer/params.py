@@ -9,8 +9,11 @@ Keys that are not listed here are ignored, and null is the same as missing. Only
 which pages are read is the producer's answer to a claim with the nonce that is part of `remote_request_id`.
 """
 
+import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
 
 from cairn.errors import InvalidRequest
 from cairn.transfer.contract import KvSource, TransferRole
@@ -25,14 +28,42 @@ RELEASE_KEY: Final = "cairn_release_key"
 
 _NAME: Final = "kv_transfer_params"
 _MARK: Final = "~"
-_MAX_ENGINE_ID: Final = 256
-_MAX_REQUEST_ID: Final = 512
-_MAX_HOST: Final = 253
-_MAX_GROUPS: Final = 16
-_MAX_BLOCKS: Final = 1 << 20
-_MAX_NUMBER: Final = (1 << 31) - 1
-_MAX_TOKENS: Final = 1 << 26
-_MAX_RANKS: Final = 1024
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+_EngineId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Host = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
+_Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
+_One = Annotated[int, msgspec.Meta(ge=1, le=1)]
+_Blocks = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=1 << 20)]
+
+
+class _Flags(msgspec.Struct):
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+
+
+class _Hint(msgspec.Struct):
+    engine: _EngineId
+    host: _Host
+    port: _Port
+    num_tokens: _Tokens | None = None
+
+
+class _Prefilled(msgspec.Struct):
+    """No context or pipeline parallelism, and pages are pulled."""
+
+    remote_block_ids: Annotated[list[_Blocks], msgspec.Meta(max_length=16)]
+    remote_engine_id: _EngineId
+    remote_request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    remote_host: _Host
+    remote_port: _Port
+    remote_num_tokens: _Tokens | None = None
+    remote_prefill_cached_tokens: _Tokens | None = None
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
+    dcp_size: _One | None = None
+    pp_size: _One | None = None
+    transfer_mode: Literal["pull"] | None = None
 
 
 def remote_request_id(request_id: str, nonce: bytes) -> str:
@@ -55,113 +86,44 @@ def parse_kv_transfer_params(value: object, policy: PeerPolicy) -> TransferRole 
         return None
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{_NAME} must be an object or null, not {type(value).__name__}", _NAME)
-    decode, prefill = _flag(value, "do_remote_decode"), _flag(value, "do_remote_prefill")
-    if decode and prefill:
+    flags = _convert(value, _Flags)
+    if flags.do_remote_decode and flags.do_remote_prefill:
         raise _wrong("do_remote_decode", "and do_remote_prefill must not both be true")
-    if prefill:
-        return _remote_prefill(value, policy)
-    return TransferRole(_hint(value.get(HINT), policy), kv_export=True) if decode else None
+    if flags.do_remote_prefill:
+        return _remote_prefill(_convert(value, _Prefilled), policy)
+    return TransferRole(_hint(value.get(HINT), policy), kv_export=True) if flags.do_remote_decode else None
 
 
-def _hint(hint: object, policy: PeerPolicy) -> KvSource | None:
+def _hint(value: object, policy: PeerPolicy) -> KvSource | None:
     """A server that may not be spoken to is as good as no hint: whoever sent it does not know this server's peers."""
-    if hint is None:
+    if value is None:
         return None
-    if not isinstance(hint, Mapping):
-        raise _wrong(HINT, f"must be an object or null, not {type(hint).__name__}")
-    source = KvSource(
-        engine_id=_text(hint, "engine", _MAX_ENGINE_ID, f"{HINT}.engine"),
-        host=_text(hint, "host", _MAX_HOST, f"{HINT}.host"),
-        port=_required(_integer(hint, "port", 1, 65535, name=f"{HINT}.port"), f"{HINT}.port"),
-        end=_integer(hint, "num_tokens", 0, _MAX_TOKENS, name=f"{HINT}.num_tokens"),
-    )
+    hint = _convert(value, _Hint, f"{HINT}.")
+    source = KvSource(hint.engine, hint.host, hint.port, end=hint.num_tokens)
     return None if policy.refusal(source.host) is not None else source
 
 
-def _remote_prefill(params: Mapping[object, object], policy: PeerPolicy) -> TransferRole:
-    host = _text(params, "remote_host", _MAX_HOST)
-    refusal = policy.refusal(host)
-    if refusal is not None:
+def _remote_prefill(params: _Prefilled, policy: PeerPolicy) -> TransferRole:
+    if (refusal := policy.refusal(params.remote_host)) is not None:
         raise _wrong("remote_host", refusal)
-    for key in ("dcp_size", "pp_size"):
-        if _integer(params, key, 1, _MAX_RANKS, default=1) != 1:
-            raise _wrong(key, "must be 1: context and pipeline parallelism are not supported")
-    if params.get("transfer_mode") not in (None, "pull"):
-        raise _wrong("transfer_mode", "must be 'pull'")
-    _check_block_ids(params)
-    request_id, nonce = _reference(params)
-    _integer(params, "tp_size", 1, _MAX_RANKS)
-    _integer(params, "remote_num_tokens", 0, _MAX_TOKENS)
-    source = KvSource(
-        engine_id=_text(params, "remote_engine_id", _MAX_ENGINE_ID),
-        host=host,
-        port=_required(_integer(params, "remote_port", 1, 65535), "remote_port"),
-        request_id=request_id,
-        nonce=nonce,
-    )
-    return TransferRole(source, prefill_cached_tokens=_integer(params, "remote_prefill_cached_tokens", 0, _MAX_TOKENS))
-
-
-def _reference(params: Mapping[object, object]) -> tuple[str, bytes]:
-    reference = split_reference(_text(params, "remote_request_id", _MAX_REQUEST_ID))
-    if reference is None:
+    if (reference := split_reference(params.remote_request_id)) is None:
         raise _wrong("remote_request_id", "is not a reference of a cairn server: send it back as it was given")
-    return reference
+    source = KvSource(params.remote_engine_id, params.remote_host, params.remote_port, *reference)
+    return TransferRole(source, prefill_cached_tokens=params.remote_prefill_cached_tokens)
 
 
-def _check_block_ids(params: Mapping[object, object]) -> None:
-    groups = params.get("remote_block_ids")
-    if not isinstance(groups, list):
-        raise _wrong("remote_block_ids", "must be a list with one list of block ids per group")
-    if len(groups) > _MAX_GROUPS:
-        raise _wrong("remote_block_ids", f"has {len(groups)} groups; at most {_MAX_GROUPS} are taken")
-    for group in groups:
-        if not isinstance(group, list) or len(group) > _MAX_BLOCKS:
-            raise _wrong("remote_block_ids", f"must hold lists of at most {_MAX_BLOCKS} block ids")
-        if not all(type(block) is int and 0 <= block <= _MAX_NUMBER for block in group):
-            raise _wrong("remote_block_ids", f"must hold integers from 0 to {_MAX_NUMBER}")
-
-
-def _flag(params: Mapping[object, object], key: str) -> bool:
-    value = params.get(key)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise _wrong(key, f"must be true or false, not {type(value).__name__}")
-    return value
-
-
-def _text(params: Mapping[object, object], key: str, longest: int, name: str | None = None) -> str:
-    value, name = params.get(key), name or key
-    if value is None:
-        raise _wrong(name, "is missing")
-    if not isinstance(value, str) or not 1 <= len(value) <= longest:
-        raise _wrong(name, f"must be a text of 1 to {longest} characters")
-    if not value.isprintable():
-        raise _wrong(name, "must not hold control characters")
-    return value
-
-
-def _integer(
-    params: Mapping[object, object],
-    key: str,
-    low: int,
-    high: int,
-    default: int | None = None,
-    name: str | None = None,
-) -> int | None:
-    value = params.get(key)
-    if value is None:
-        return default
-    if type(value) is not int or not low <= value <= high:
-        raise _wrong(name or key, f"must be an integer from {low} to {high}")
-    return value
-
-
-def _required(value: int | None, key: str) -> int:
-    if value is None:
-        raise _wrong(key, "is missing")
-    return value
+def _convert(value: object, kind: type[_Body], prefix: str = "") -> _Body:
+    """Raises InvalidRequest that names the key."""
+    try:
+        body = msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$.")
+        named = re.match(r"\w+", path) or re.search(r"(?<=required field `)\w+", what)
+        raise _wrong(prefix + named[0] if named else prefix[:-1], f"is wrong: {what[:200]}") from error
+    for key, text in msgspec.structs.asdict(body).items():
+        if isinstance(text, str) and not text.isprintable():
+            raise _wrong(prefix + key, "must not hold control characters")
+    return body
 
 
 def _wrong(key: str, what: str) -> InvalidRequest:

@@ -1,7 +1,7 @@
 """A read order cut into pieces that a link can read, for any pair of sizes, and the staging pages for that.
 
-equal sizes             one piece: page for page, one descriptor each, so that a link's prepared lists serve
-other numbers of ranks  one piece: `geometry.page_reads` and `state_reads`, straight into the own pages
+equal sizes of pages    one piece: `geometry.page_reads` and `state_reads`, straight into the own pages; with as many
+                        ranks page for page, one descriptor each, so that a link's prepared lists serve
 other sizes of pages    a piece with the checkpoint, and of each attention group whose pages have another number of
                         tokens pieces of whole remote pages that are read into staging
 
@@ -12,11 +12,12 @@ its bytes are laid out or none can arrive any more. Reads that wait for a buffer
 shares with short ones, and one in quarantine costs one buffer.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -30,11 +31,11 @@ from cairn.transfer.geometry import (
     check_page_list,
     page_reads,
     pair,
-    staging_reads,
+    staging_pages,
     state_reads,
 )
-from cairn.transfer.links.contract import Descriptors, LinkError
-from cairn.transfer.memory import PoolMemory
+from cairn.transfer.links.contract import Descriptors, LinkError, ReadHandle
+from cairn.transfer.memory import Fence, PoolMemory
 from cairn.transfer.token_copies import staging_copies
 from cairn.types import Pages
 
@@ -46,16 +47,30 @@ _NUM_BUFFERS = 4
 _MOST_BLOCKS = 64
 _MAX_PAIRINGS = 64
 
-RankReads: TypeAlias = tuple[int, Descriptors]
-"""A rank of the peer, and what to read from it."""
+Reads: TypeAlias = Mapping[int, Descriptors]
+"""By rank of the peer, what to read from it."""
 
 
-class Piece(Protocol):
-    """A part of an order. `begin` is called until it returns reads, then `finish` unless the order is given up, and
-    `release` once in any case, also for a piece that never began."""
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A part of an order: `reads` straight into the own pages. `begin` is called until it returns reads, then `finish`
+    unless the order is given up, and `release` once in any case, also for a piece that never began.
 
-    def begin(self) -> Sequence[RankReads] | None:
+    Whoever reads it keeps here what is under way: `chunks` have no handle yet; `fence`: what it waits for once all is
+    read."""
+
+    reads: Reads
+    chunks: deque[tuple[str, Descriptors]] = field(default_factory=deque, init=False)
+    handles: set[ReadHandle] = field(default_factory=set, init=False)
+    fence: Fence | None = field(default=None, init=False)
+
+    @property
+    def is_read(self) -> bool:
+        return not self.chunks and not self.handles
+
+    def begin(self) -> Reads | None:
         """The reads, or None while there is no room for them."""
+        return self.reads
 
     def finish(self) -> None:
         """All reads are done, and the order was not cancelled: put the bytes where they belong."""
@@ -66,22 +81,6 @@ class Piece(Protocol):
 
 Planner: TypeAlias = Callable[[ReadOrder], Sequence[Piece]]
 """The pieces of an order, in the order in which to begin them. Raises LinkError when it cannot be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class DirectPiece:
-    """Reads straight into the own pages."""
-
-    reads: Sequence[RankReads]
-
-    def begin(self) -> Sequence[RankReads]:
-        return self.reads
-
-    def finish(self) -> None:
-        """Nothing to do."""
-
-    def release(self) -> None:
-        """Nothing to do."""
 
 
 def staging_pages_for(model: ModelUnits, local: PeerGeometry) -> int:
@@ -162,9 +161,10 @@ class StagingArea:
 
 
 @dataclass(slots=True, eq=False)
-class StagedPiece:
-    """A `Piece`: tokens [start, end) by way of a staging buffer."""
+class StagedPiece(Piece):
+    """Tokens [start, end) by way of a staging buffer."""
 
+    reads: Reads = field(default_factory=dict, init=False)
     staging: StagingArea
     pairing: GroupPairing
     pull: PullId
@@ -174,11 +174,12 @@ class StagedPiece:
     local_pages: Pages
     buffer: int | None = field(default=None, init=False)
 
-    def begin(self) -> Sequence[tuple[int, Descriptors]] | None:
+    def begin(self) -> Reads | None:
         self.buffer = self.staging.acquire(self.pull)
         if self.buffer is None:
             return None
-        return [*staging_reads(self.pairing, self.start, self.end, self.remote_pages, self.buffer).items()]
+        slots = np.arange(staging_pages(self.pairing, self.start, self.end), dtype=np.int32) + self.buffer
+        return page_reads(self.pairing, self.start, self.end, self.remote_pages, slots)
 
     def finish(self) -> None:
         if self.buffer is None:
@@ -198,28 +199,6 @@ def _block_pages(block_size: int) -> int:
     return -(-_LARGEST_BLOCK // block_size)
 
 
-def whole_pages(rank: int, page_bytes: int) -> Planner:
-    """The planner of equal sizes: page for page, one descriptor each, from the peer's rank of the same number."""
-
-    def plan(order: ReadOrder) -> Sequence[Piece]:
-        groups = zip(order.remote, order.local, strict=True)
-        pairs = [*((remote.pages, local.pages) for remote, local in groups), *_state_pages(order)]
-        for remote, local in pairs:
-            if len(remote) != len(local):
-                raise LinkError(f"the peer gives {len(remote)} pages where {len(local)} were expected")
-        if order.peer.geometry.page_bytes != page_bytes or rank >= len(order.peer.ranks):
-            raise LinkError(
-                f"the peer has {len(order.peer.ranks)} ranks and pages of {order.peer.geometry.page_bytes} bytes; "
-                f"rank {rank} here has pages of {page_bytes} bytes"
-            )
-        nothing = [np.zeros(0, np.int32)]
-        there, here = (np.concatenate(nothing + [pair[side] for pair in pairs]) for side in (0, 1))
-        reads = _pages(there, here, page_bytes)
-        return [DirectPiece([(rank, reads)])]
-
-    return plan
-
-
 class PairedPages:
     """The `Planner` of rank `rank` of a server of geometry `local`, for peers of any sizes. Keeps the pairings with the
     latest 64 geometries."""
@@ -230,29 +209,27 @@ class PairedPages:
         self._local = local
         self._rank = rank
         self._staging = staging
-        self._whole = whole_pages(rank, local.page_bytes)
-        self._pairings: OrderedDict[PeerGeometry, Pairing] = OrderedDict()
+        self._pairing = lru_cache(_MAX_PAIRINGS)(self._pair)
         pair(model, local, local, rank)
 
     def __call__(self, order: ReadOrder) -> Sequence[Piece]:
         remote = order.peer.geometry
         if len(order.peer.ranks) != remote.tp_size:
             raise LinkError(f"the peer describes {len(order.peer.ranks)} ranks and has {remote.tp_size}")
-        if remote == self._local:
-            return self._whole(order)
-        pairing = self._pairing(remote)
         try:
-            return self._pieces(pairing, order)
+            return self._pieces(self._pairing(remote), order)
+        except ConfigError as error:
+            raise LinkError(str(error)) from error
         except ValueError as error:
             raise LinkError(f"the peer's pages do not fit what is to be read: {error}") from error
 
     def _pieces(self, pairing: Pairing, order: ReadOrder) -> Sequence[Piece]:
-        direct, staged = list[RankReads](), list[Piece]()
+        direct, staged = list[Reads](), list[Piece]()
         if order.remote and len(order.remote) != len(pairing.groups):
             raise LinkError(f"pages of {len(order.remote)} attention groups where there are {len(pairing.groups)}")
         for group, remote, local in zip(pairing.groups, order.remote, order.local, strict=False):
             if not group.is_staged:
-                direct += page_reads(group, local.first_token, order.end, remote.pages, local.pages).items()
+                direct.append(page_reads(group, local.first_token, order.end, remote.pages, local.pages))
             elif self._staging is not None:
                 staged += self._staging.pieces(group, order.pull, remote, local, order.end)
             else:
@@ -260,32 +237,14 @@ class PairedPages:
                     f"blocks of {group.remote_tokens} tokens at the peer and {group.local_tokens} here need "
                     "staging pages, and there are none"
                 )
-        for state_pages in _state_pages(order):
-            direct += state_reads(pairing, *state_pages).items()
-        return [DirectPiece(direct), *staged] if direct else staged
+        if order.remote_checkpoint is not None and order.local_checkpoint is not None:
+            direct.append(state_reads(pairing, order.remote_checkpoint, order.local_checkpoint))
+        ranks = sorted({rank for reads in direct for rank in reads})
+        joined = {rank: Descriptors.join([reads[rank] for reads in direct if rank in reads]) for rank in ranks}
+        if pairing.remote == pairing.local:
+            # whole pages, for which links have prepared lists: what is behind the end of a state comes along
+            joined = {rank: reads.whole(pairing.local.page_bytes) for rank, reads in joined.items()}
+        return [Piece(joined), *staged] if joined else staged
 
-    def _pairing(self, remote: PeerGeometry) -> Pairing:
-        known = self._pairings.get(remote)
-        if known is None:
-            try:
-                known = pair(self._model, remote, self._local, self._rank)
-            except ConfigError as error:
-                raise LinkError(str(error)) from error
-            self._pairings[remote] = known
-            if len(self._pairings) > _MAX_PAIRINGS:
-                self._pairings.popitem(last=False)
-        self._pairings.move_to_end(remote)
-        return known
-
-
-def _state_pages(order: ReadOrder) -> list[tuple[Pages, Pages]]:
-    """The checkpoint's pages on both sides, where there is one to read."""
-    if order.remote_checkpoint is None or order.local_checkpoint is None:
-        return []
-    return [(order.remote_checkpoint, order.local_checkpoint)]
-
-
-def _pages(remote: Pages, local: Pages, page_bytes: int) -> Descriptors:
-    zeros = np.zeros(len(remote), np.int64)
-    whole = np.full(len(remote), page_bytes, np.int64)
-    return Descriptors(remote.astype(np.int64), zeros, local.astype(np.int64), zeros, whole)
+    def _pair(self, remote: PeerGeometry) -> Pairing:
+        return pair(self._model, remote, self._local, self._rank)

@@ -13,8 +13,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cairn.transfer.claim import match_claim
-from cairn.transfer.contract import Identity, LookupId, LookupRequest, Offer
+from cairn.transfer.contract import LookupId, LookupRequest, Peer
 from cairn.transfer.digest import DIGEST_BYTES
 from cairn.transfer.leases import Claimed, Lease, LeaseLimits, Leases
 from cairn.transfer.session import explain_layouts
@@ -23,6 +22,7 @@ from cairn.transfer.wire import (
     VERSION,
     Answer,
     Claim,
+    Codecs,
     Confirm,
     Confirmed,
     Decline,
@@ -35,10 +35,6 @@ from cairn.transfer.wire import (
     Reply,
     Request,
     Welcome,
-    answers,
-    greeting_answers,
-    greetings,
-    questions,
 )
 from cairn.types import Clock
 
@@ -61,14 +57,10 @@ class LookupLimits:
 
 
 class ContentLookups:
-    """Claims without a lease that wait for the cache to be looked up. `layout` is `digest.layout_hash`; `emit` tells
-    the scheduler."""
+    """Claims without a lease that wait for the cache to be looked up. `emit` tells the scheduler."""
 
-    def __init__(
-        self, leases: Leases, layout: bytes, limits: LookupLimits, emit: Callable[[LookupRequest], None]
-    ) -> None:
+    def __init__(self, leases: Leases, limits: LookupLimits, emit: Callable[[LookupRequest], None]) -> None:
         self._leases = leases
-        self._layout = layout
         self._limits = limits
         self._emit = emit
         self._open: dict[LookupId, tuple[Claim, asyncio.Future[Claimed | None]]] = {}
@@ -103,48 +95,43 @@ class ContentLookups:
         finally:
             del self._open[lookup]
 
-    def refuse(self, lookup: LookupId) -> None:
-        """Nothing is cached of what was claimed. Does nothing for unknown and ended lookups."""
-        if lookup in self._open and not (answer := self._open[lookup][1]).done():
-            answer.set_result(None)
-
-    def grant(self, lookup: LookupId, offer: Offer, nonce: bytes) -> None:
-        """Give the lease `nonce` of the offer to the sender of the claim. It ends, and nothing is given, when the
-        lookup has ended, when the claim contradicts itself, or when the offer has nothing beyond `start`. Raises
-        AssertionError for an offer of other content than was claimed."""
+    def answer(self, lookup: LookupId, nonce: bytes | None) -> None:
+        """Give the lease `nonce`, of an offer that was made for it, to the sender of the claim; None: nothing is cached
+        of what was claimed. The lease ends, and nothing is given, when the lookup has ended or `Leases.grant` gives
+        nothing."""
         claim, answer = self._open.get(lookup, (None, None))
         claimed = None
-        if claim is not None and answer is not None and not answer.done() and len(offer.keys) > claim.start:
-            if match_claim(claim, offer, self._layout) == len(offer.keys):
+        if nonce is not None:
+            if claim is not None and answer is not None and not answer.done():
                 claimed = self._leases.grant(claim, nonce)
-                answer.set_result(claimed)
-            elif claim.end is None:
-                raise AssertionError(f"{offer.request_id}: {len(offer.keys)} tokens are at no mark of the claim")
-            # Found by an end that the marks do not lead to: the claim contradicts itself, which is the peer's fault.
-        if claimed is None:
-            self._leases.withdraw(nonce)
-            self.refuse(lookup)
+            if claimed is None:
+                self._leases.withdraw(nonce)
+        if answer is not None and not answer.done():
+            answer.set_result(claimed)
 
 
 class Producer:
     """Serves the consumers of one engine's pages. Through `leases` and `lookups` the engine leases them and answers
-    lookups. `dropped` counts frames that were no record."""
+    lookups."""
 
     def __init__(
         self,
-        identity: Identity,
+        me: Peer,
         limits: LeaseLimits,
         clock: Clock,
         random: Callable[[int], bytes],
         emit: Callable[[LookupRequest], None],
-        lookup_limits: LookupLimits | None = None,
     ) -> None:
-        self.leases = Leases(identity.layout, limits, clock, random)
-        self.lookups = ContentLookups(self.leases, identity.layout, lookup_limits or LookupLimits(), emit)
+        self.leases = Leases(me.layout, limits, clock, random)
+        self.lookups = ContentLookups(self.leases, LookupLimits(), emit)
         self.num_connections = 0
-        self.dropped = 0
-        self._identity = identity
-        self._greetings, self._greeting_answers = greetings(), greeting_answers()
+        self.codecs = Codecs()
+        self._me = me
+
+    @property
+    def dropped(self) -> int:
+        """Frames that were no record."""
+        return self.codecs.dropped
 
     @property
     def is_idle(self) -> bool:
@@ -158,7 +145,7 @@ class Producer:
             if await self._greet(stream):
                 self.num_connections += 1
                 try:
-                    await _Consumer(stream, self.leases, self.lookups, self._drop).serve()
+                    await _Consumer(stream, self).serve()
                 finally:
                     self.num_connections -= 1
         except ConnectionLost:
@@ -173,34 +160,29 @@ class Producer:
 
     async def _greet(self, stream: Stream) -> bool:
         """Whether the consumer is welcome. Raises ConnectionLost, TimeoutError."""
-        while (hello := self._greetings.decode(await stream.receive())) is None:
-            self.dropped += 1
-        identity, refusal = self._identity, None
+        while (hello := self.codecs.greetings.decode(await stream.receive())) is None:
+            pass
+        me, refusal = self._me, None
         if hello.version != VERSION:
             refusal = f"protocol version {hello.version} here, {VERSION} there: run the same cairn on both"
-        elif hello.layout != identity.layout:
+        elif hello.layout != me.layout:
             # It is read at the other end.
-            refusal = explain_layouts(identity.me.geometry, hello.geometry)
-        me, answer = identity.me, None if refusal is None else Denied(hello.nonce, refusal)
-        welcome = Welcome(hello.nonce, me.engine_id, identity.layout, me.geometry, list(me.ranks))
+            refusal = explain_layouts(me.geometry, hello.geometry)
+        answer = None if refusal is None else Denied(hello.nonce, refusal)
+        welcome = Welcome(hello.nonce, me.engine_id, me.layout, me.geometry, list(me.ranks))
         async with asyncio.timeout(ROOM_SECONDS):
-            await stream.send(self._greeting_answers.encode(answer or welcome))
+            await stream.send(self.codecs.greeting_answers.encode(answer or welcome))
         return refusal is None
-
-    def _drop(self) -> None:
-        self.dropped += 1
 
 
 class _Consumer:
     """One consumer, as it is served. `_claims`: its leases, and `_lookups`: what it waits for, by their questions'
     numbers."""
 
-    def __init__(self, stream: Stream, leases: Leases, lookups: ContentLookups, drop: Callable[[], None]) -> None:
+    def __init__(self, stream: Stream, producer: Producer) -> None:
         self._stream = stream
-        self._leases = leases
-        self._content = lookups
-        self._drop = drop
-        self._questions, self._answers = questions(), answers()
+        self._producer = producer
+        self._leases = producer.leases
         self._claims: dict[int, Lease] = {}
         self._lookups: dict[int, asyncio.Task[None]] = {}
 
@@ -208,9 +190,8 @@ class _Consumer:
         """Raises ConnectionLost and, when no answer is taken, TimeoutError."""
         try:
             while True:
-                question = self._questions.decode(await self._stream.receive())
+                question = self._producer.codecs.questions.decode(await self._stream.receive())
                 if question is None:
-                    self._drop()
                     continue
                 number, record = question.number, question.record
                 if number in self._claims or number in self._lookups:
@@ -227,7 +208,7 @@ class _Consumer:
 
     async def _reply(self, number: int, reply: Reply) -> None:
         async with asyncio.timeout(ROOM_SECONDS):
-            await self._stream.send(self._answers.encode(Answer(number, reply)))
+            await self._stream.send(self._producer.codecs.answers.encode(Answer(number, reply)))
 
     def _answer(self, number: int, request: Request) -> Reply:
         refusal: RefusalReason | None
@@ -261,7 +242,7 @@ class _Consumer:
     def _look_up(self, number: int, claim: Claim) -> None:
         async def answer() -> None:
             try:
-                claimed = await self._content.claim(claim)
+                claimed = await self._producer.lookups.claim(claim)
                 await self._reply(number, self._claimed(number, claimed))
             except TimeoutError:
                 self._stream.close(f"no answer was taken for {ROOM_SECONDS:g} s")

@@ -15,15 +15,14 @@ the last byte had arrived. A lost connection ends it in every state, and gives t
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from cairn.transfer.claim import make_claim, plan_read
-from cairn.transfer.contract import KvSource, PullId, PullSpec, ReadOrder, Volume, WorkerSide
+from cairn.transfer.contract import KvSource, PullEnded, PullId, PullSpec, ReadEnded, ReadOrder, Volume
 from cairn.transfer.links.contract import LinkError, ReadState
-from cairn.transfer.session import PeerFailed, ProducerSession
+from cairn.transfer.session import ConsumerTools, PeerFailed, ProducerSession
 from cairn.transfer.wire import Claim, Confirm, Decline, Granted, Heartbeat, Refused, Release, Reply, Request
 
 logger = logging.getLogger(__name__)
@@ -64,64 +63,54 @@ TRANSITIONS: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PullLimits:
     """Times in seconds: `answer` and `read` are deadlines, `heartbeat` an interval; a peer that did not answer is not
     tried again for `retry_silent`."""
 
-    answer: float = 5.0
-    read: float = 30.0
-    heartbeat: float = 5.0
-    retry_silent: float = 10.0
-
-
-class _NoAnswer(PeerFailed):
-    """A question was not answered in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class PullTools:
-    """What all transfers of an engine share. `session_with` returns the session with a server, and raises PeerFailed
-    where there is none. `ended` is called when an outcome is known. `layout` is the own one."""
-
-    session_with: Callable[[KvSource], ProducerSession]
-    worker: WorkerSide
-    layout: bytes
-    limits: PullLimits
-    event_loop: asyncio.AbstractEventLoop
-    ended: Callable[["Pull"], None]
+    answer: Final = 5.0
+    read: Final = 30.0
+    heartbeat: Final = 5.0
+    retry_silent: Final = 10.0
 
 
 class Pull:
     """One transfer, from `run` to the moment when no write can come any more. Call `look` again and again meanwhile:
     a link makes no progress by itself. `is_silent`: it failed because the peer did not answer."""
 
-    def __init__(self, pull: PullId, spec: PullSpec, tools: PullTools) -> None:
+    def __init__(
+        self,
+        pull: PullId,
+        spec: PullSpec,
+        tools: ConsumerTools,
+        session_with: Callable[[KvSource], ProducerSession],
+        ended: Callable[["Pull"], None],
+    ) -> None:
+        """`session_with` returns the session with a server, and raises PeerFailed where there is none. `ended` is
+        called when the outcome is known."""
         self.id = pull
         self.spec = spec
         self.state = PullState.RESOLVING
         self.failure: str | None = None
         self.is_silent = False
-        self.volume: Volume | None = None
         self.session: ProducerSession | None = None
-        self._tools = tools
+        self._session_with = session_with
+        self._ended = ended
+        self._worker = tools.worker
+        self._layout = tools.me.layout
+        self._event_loop = tools.event_loop
         self._claim: int | None = None
         self._grant: Granted | None = None
-        self._read: asyncio.Future[ReadState] = tools.event_loop.create_future()
+        self._volume: Volume | None = None
+        self._read: asyncio.Future[ReadEnded] = self._event_loop.create_future()
         self._aborted = False
-        self._task = tools.event_loop.create_task(self._run())
+        self._task = self._event_loop.create_task(self._run())
 
     @property
-    def position(self) -> int:
-        """Tokens that may be used after a success. Before a grant: those that the lease promises."""
-        if self._grant is not None:
-            return self._grant.position
-        return 0 if self.spec.source.nonce is None else len(self.spec.keys)
-
-    @property
-    def checkpoint_position(self) -> int | None:
-        """Position of the granted checkpoint, None if there is none."""
-        return None if self._grant is None else self._grant.checkpoint_position
+    def outcome(self) -> PullEnded:
+        """Before a grant its position is that of what the lease promises."""
+        promised, grant = 0 if self.spec.source.nonce is None else len(self.spec.keys), self._grant
+        position, checkpoint = (promised, None) if grant is None else (grant.position, grant.checkpoint_position)
+        return PullEnded(self.id, self.failure, position, checkpoint, self._volume)
 
     @property
     def is_over(self) -> bool:
@@ -144,12 +133,12 @@ class Pull:
         """Drive the link."""
         if self.state in (PullState.READING, PullState.ABANDONED) and not self._read.done():
             try:
-                state = self._tools.worker.poll(self.id)
+                ended = self._worker.poll(self.id)
             except Exception:
                 logger.exception("the read of transfer %d of %s", self.id, self.spec.request_id)
-                state = ReadState.FAILED
-            if state is not ReadState.READING:
-                self._read.set_result(state)
+                ended = ReadEnded(self.id, ReadState.FAILED)
+            if ended is not None:
+                self._read.set_result(ended)
 
     async def _run(self) -> None:
         try:
@@ -159,7 +148,7 @@ class Pull:
                 raise
             await self._fail("aborted")
         except PeerFailed as failure:
-            self.is_silent = isinstance(failure, _NoAnswer)
+            self.is_silent = failure.is_silent
             await self._fail(str(failure))
         except Exception as error:
             # One peer's doing must not end the thread that serves all of them.
@@ -170,8 +159,8 @@ class Pull:
         """Returns when it is DONE."""
         if self._aborted:
             raise PeerFailed("aborted")
-        spec, tools = self.spec, self._tools
-        self.session = tools.session_with(spec.source)
+        spec = self.spec
+        self.session = self._session_with(spec.source)
         self._to(PullState.HANDSHAKING)
         peer = await self.session.opened()
         if peer.engine_id != spec.source.engine_id:
@@ -180,7 +169,7 @@ class Pull:
             await self._ask(Decline(spec.source.request_id or "", spec.source.nonce or b""))
             self._to(PullState.DONE)
             return
-        record = make_claim(spec, tools.layout)
+        record = make_claim(spec, self._layout)
         if record is None:
             raise PeerFailed("there is too little to ask for")
         self._to(PullState.CLAIMING)
@@ -200,21 +189,22 @@ class Pull:
         """Returns when all bytes have arrived. Raises PeerFailed."""
         assert self.session is not None
         try:
-            self._tools.worker.start(order)
+            self._worker.start(order)
         except LinkError as error:
             raise PeerFailed(f"the pages cannot be read: {error}") from error
         self._to(PullState.READING)
         self.look()
         if not self._read.done():
             await self._wait_for_read(self.session, claim)
-        if self._read.result() is not ReadState.DONE:
-            raise PeerFailed("the link failed while reading")
-        self.volume = self._tools.worker.take_volume(self.id)
+        ended = self._read.result()
+        if ended.state is not ReadState.DONE:
+            raise PeerFailed(f"the link failed while reading{ended.failure and ': '}{ended.failure}")
+        self._volume = ended.volume
 
     async def _wait_for_read(self, session: ProducerSession, claim: int) -> None:
-        beats = self._tools.event_loop.create_task(self._beat(claim))
+        beats = self._event_loop.create_task(self._beat(claim))
         try:
-            limit = self._tools.limits.read
+            limit = PullLimits.read
             ends: set[asyncio.Future[Any]] = {self._read, beats, session.closed}
             await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if not self._read.done():
@@ -226,23 +216,22 @@ class Pull:
     async def _beat(self, claim: int) -> PeerFailed:
         """Extends the lease now and then. Returns when the peer says that it has ended, or is gone."""
         while True:
-            await asyncio.sleep(self._tools.limits.heartbeat)
+            await asyncio.sleep(PullLimits.heartbeat)
             try:
                 await self._ask(Heartbeat(claim))
-            except _NoAnswer:
-                pass
             except PeerFailed as failure:
-                return failure
+                if not failure.is_silent:
+                    return failure
 
     async def _ask(self, request: Request, number: int | None = None) -> Reply:
         """Raises PeerFailed where the answer is a refusal, or none comes in time."""
         assert self.session is not None
-        seconds = self._tools.limits.answer
+        seconds = PullLimits.answer
         try:
             reply = await self.session.ask(request, seconds, number)
         except TimeoutError:
             reason = f"no answer within {seconds:g} s while {self.state.value}"
-            raise _NoAnswer(reason) from None
+            raise PeerFailed(reason, is_silent=True) from None
         if isinstance(reply, Refused):
             if isinstance(request, Claim | Confirm):
                 # nothing to give back: the lease is not ours, or no longer
@@ -255,9 +244,9 @@ class Pull:
         self.failure = failure
         claim, self._claim = self._claim, None
         if claim is not None and self.session is not None:
-            self.session.tell(Release(claim), self._tools.limits.answer)
+            self.session.tell(Release(claim), PullLimits.answer)
         if self.state is PullState.READING:
-            self._tools.worker.cancel(self.id)
+            self._worker.cancel(self.id)
             self.look()
             if not self._read.done():
                 self._to(PullState.ABANDONED)
@@ -267,9 +256,9 @@ class Pull:
     async def _drain(self, claim: int | None) -> None:
         """Some links end a read only with the peer's help, so it is told now and then."""
         while not self._read.done():
-            await asyncio.wait({self._read}, timeout=self._tools.limits.heartbeat)
+            await asyncio.wait({self._read}, timeout=PullLimits.heartbeat)
             if claim is not None and self.session is not None and not self._read.done():
-                self.session.tell(Heartbeat(claim), self._tools.limits.answer)
+                self.session.tell(Heartbeat(claim), PullLimits.answer)
 
     def _to(self, state: PullState) -> None:
         """Change the state; the only place that does."""
@@ -277,4 +266,4 @@ class Pull:
             raise AssertionError(f"{self.spec.request_id}: {self.state.value} -> {state.value} is not a transition")
         was_over, self.state = self.is_over, state
         if self.is_over and not was_over:
-            self._tools.ended(self)
+            self._ended(self)

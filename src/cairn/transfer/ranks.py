@@ -16,13 +16,14 @@ quarantine: a process that stands still may go on and write at any time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
 
-from cairn.transfer.contract import PullId, ReadOrder, Volume, WorkerSide
+from cairn.transfer.contract import PullId, ReadEnded, ReadOrder, Volume, WorkerSide
 from cairn.transfer.links.contract import Link, LinkError, ReadState
-from cairn.transfer.wire import RecordFrames, decode_array, encode_array
+from cairn.transfer.wire import RecordFrames, decode_array
 
 _MAX_DESCRIPTIONS = 1 << 20
 
@@ -56,15 +57,6 @@ class Describe(msgspec.Struct, frozen=True, tag="describe"):
     """Ask for the description of the rank's link."""
 
 
-class ReadEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """The one answer to ReadOrder: nothing more is written for this pull. `failure`: why it did not begin."""
-
-    pull: _Pull
-    state: ReadState
-    failure: str = ""
-    volume: Volume = Volume()
-
-
 class Described(msgspec.Struct, frozen=True, tag="described"):
     """Answers Describe."""
 
@@ -75,26 +67,23 @@ ToRank: TypeAlias = ReadOrder | CancelRead | Serve | Describe
 FromRank: TypeAlias = ReadEnded | Described
 
 
-def to_rank() -> RecordFrames[ToRank]:
-    return RecordFrames(msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array), encode_array)
-
-
-def from_rank() -> RecordFrames[FromRank]:
-    return RecordFrames(msgspec.msgpack.Decoder(FromRank))
+to_rank = partial(RecordFrames[ToRank], msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array))
+from_rank = partial(RecordFrames[FromRank], msgspec.msgpack.Decoder(FromRank))
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """`states`: by rank. `end`: the state of all once none is READING. `volume`: of the ranks that are done."""
+    """`states`: by rank. `end`: the state of all once none is READING. `volume`: of the ranks that have ended."""
 
     states: list[ReadState]
     end: ReadState = ReadState.DONE
+    failure: str = ""
     volume: Volume = field(default_factory=Volume)
 
 
 class RankedWorker:
     """A `WorkerSide` over rank 0, whose link and worker are here, and the ranks at the other ends of `channels`, in
-    order. `last_failure`: why a rank could not begin a read. `dropped` counts frames that were no answer."""
+    order. `dropped` counts frames that were no answer."""
 
     def __init__(self, link: Link, worker: WorkerSide, channels: Sequence[RankChannel]) -> None:
         self._link = link
@@ -103,11 +92,9 @@ class RankedWorker:
         self._to = to_rank()
         self._from = from_rank()
         self._reads: dict[PullId, _Read] = {}
-        self._volumes: dict[PullId, Volume] = {}
         self._descriptions: dict[int, bytes] = {}
         self._serving = False
         self._ignored = 0
-        self.last_failure: str | None = None
 
     @property
     def num_reads(self) -> int:
@@ -144,35 +131,30 @@ class RankedWorker:
         self._reads[order.pull] = _Read([ReadState.READING] * (1 + len(self._channels)))
         self._broadcast(order)
 
-    def poll(self, pull: PullId) -> ReadState:
+    def poll(self, pull: PullId) -> ReadEnded | None:
         self._receive()
         read = self._reads.get(pull)
         if read is None:
             raise AssertionError(f"pull {pull} has no read")
-        if read.states[0] is ReadState.READING:
-            state = self._worker.poll(pull)
-            volume = self._worker.take_volume(pull) if state is ReadState.DONE else Volume()
-            self._set_state(pull, 0, state, volume)
+        if read.states[0] is ReadState.READING and (ended := self._worker.poll(pull)) is not None:
+            self._end(0, ended)
         if ReadState.READING in read.states:
-            return ReadState.READING
+            return None
         del self._reads[pull]
-        if read.end is ReadState.DONE:
-            self._volumes[pull] = read.volume
-        return read.end
-
-    def take_volume(self, pull: PullId) -> Volume:
-        return self._volumes.pop(pull)
+        return ReadEnded(pull, read.end, read.failure, read.volume)
 
     def cancel(self, pull: PullId) -> None:
         if pull in self._reads:
             self._stop(pull, ReadState.CANCELLED)
 
-    def _set_state(self, pull: PullId, rank: int, state: ReadState, volume: Volume) -> None:
-        read = self._reads[pull]
-        read.states[rank] = state
-        read.volume += volume
-        if state in (ReadState.FAILED, ReadState.CANCELLED):
-            self._stop(pull, ReadState.FAILED)
+    def _end(self, rank: int, ended: ReadEnded) -> None:
+        read = self._reads[ended.pull]
+        read.states[rank] = ended.state
+        read.volume += ended.volume
+        if ended.failure:
+            read.failure = f"rank {rank}: {ended.failure}"
+        if ended.state is not ReadState.DONE:
+            self._stop(ended.pull, ReadState.FAILED)
 
     def _stop(self, pull: PullId, end: ReadState) -> None:
         """Cancel the read on the ranks where it is not over; the first reason counts."""
@@ -202,9 +184,7 @@ class RankedWorker:
                         if read is None or read.states[rank] is not ReadState.READING:
                             self._ignored += 1
                             continue
-                        if ended.failure:
-                            self.last_failure = f"rank {rank}: {ended.failure}"
-                        self._set_state(pull, rank, ended.state, ended.volume)
+                        self._end(rank, ended)
 
 
 class RankServant:
@@ -249,11 +229,9 @@ class RankServant:
                 case Describe():
                     self._send(Described(self._link.describe()))
         for pull in list(self._open):
-            state = self._worker.poll(pull)
-            if state is not ReadState.READING:
+            if (ended := self._worker.poll(pull)) is not None:
                 self._open.discard(pull)
-                volume = self._worker.take_volume(pull) if state is ReadState.DONE else Volume()
-                self._send(ReadEnded(pull, state, volume=volume))
+                self._send(ended)
         if self._serving:
             self._link.progress()
 

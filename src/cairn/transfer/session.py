@@ -7,25 +7,23 @@ when the connection is lost, all that waits fails at once, and the producer rele
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from cairn.errors import ConfigError
-from cairn.transfer.contract import Identity, Peer, PeerGeometry
-from cairn.transfer.geometry import check_checkpoint_dtypes, check_groups
+from cairn.transfer.contract import Peer, PeerGeometry, WorkerSide
+from cairn.transfer.geometry import check_peers
 from cairn.transfer.peers import Address
 from cairn.transfer.stream import Connect, ConnectionLost, Stream
 from cairn.transfer.wire import (
     NONCE_BYTES,
     VERSION,
+    Codecs,
     Denied,
     Hello,
     Question,
     Reply,
     Request,
-    answers,
-    greeting_answers,
-    greetings,
-    questions,
 )
 
 HANDSHAKE_SECONDS = 5.0
@@ -46,8 +44,7 @@ class PeerFailed(Exception):
 def explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
     """Why two hashes of layouts differ, as far as the geometries tell."""
     try:
-        check_checkpoint_dtypes(remote, local)
-        check_groups(remote, local)
+        check_peers(remote, local)
     except ConfigError as error:
         return str(error)
     there, here = (each.page_bytes // each.page_units // each.block_size for each in (remote, local))
@@ -60,6 +57,19 @@ def explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
     return _OTHER_LAYOUT
 
 
+@dataclass(frozen=True, slots=True)
+class ConsumerTools:
+    """What all sessions and transfers of an engine share: `me`, this server; `worker`, who reads for it; how it
+    connects to producers, in `event_loop`; `random(n)`, n unpredictable bytes."""
+
+    me: Peer
+    worker: WorkerSide
+    connect: Connect
+    random: Callable[[int], bytes]
+    event_loop: asyncio.AbstractEventLoop
+    codecs: Codecs = field(default_factory=Codecs)
+
+
 class ProducerSession:
     """`engine_id`: the engine that is expected at `address`. `heard` is called for each frame that comes, `ended` once.
     Begins to connect at once."""
@@ -68,10 +78,7 @@ class ProducerSession:
         self,
         address: Address,
         engine_id: str,
-        identity: Identity,
-        connect: Connect,
-        random: Callable[[int], bytes],
-        event_loop: asyncio.AbstractEventLoop,
+        tools: ConsumerTools,
         heard: Callable[[], None],
         ended: Callable[["ProducerSession", PeerFailed], None],
     ) -> None:
@@ -79,28 +86,20 @@ class ProducerSession:
         self.engine_id = engine_id
         self.peer: Peer | None = None
         self.failure: PeerFailed | None = None
-        self.closed: asyncio.Future[None] = event_loop.create_future()
-        self._identity = identity
-        self._connect = connect
+        self._connect = tools.connect
         self._heard = heard
         self._ended = ended
-        self._event_loop = event_loop
-        me = identity.me
-        self._hello = Hello(VERSION, me.engine_id, random(NONCE_BYTES), identity.layout, me.geometry)
-        self._greetings, self._greeting_answers = greetings(), greeting_answers()
-        self._questions, self._answers = questions(), answers()
+        self._event_loop = event_loop = tools.event_loop
+        self.closed: asyncio.Future[None] = event_loop.create_future()
+        me = tools.me
+        self._hello = Hello(VERSION, me.engine_id, tools.random(NONCE_BYTES), me.layout, me.geometry)
+        self._codecs = tools.codecs
         self._stream: Stream | None = None
         self._open: asyncio.Future[Peer] = event_loop.create_future()
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._told: set[asyncio.Task[None]] = set()
         self._last_number = 0
-        self._num_ignored = 0
         self._task = event_loop.create_task(self._run())
-
-    @property
-    def dropped(self) -> int:
-        """Frames that were ignored."""
-        return self._greeting_answers.dropped + self._answers.dropped + self._num_ignored
 
     async def opened(self) -> Peer:
         """Waits for the handshake, which has a deadline. Raises PeerFailed."""
@@ -121,7 +120,7 @@ class ProducerSession:
         self._waiting[number] = answer
         try:
             async with asyncio.timeout(seconds):
-                await self._stream.send(self._questions.encode(Question(number, request)))
+                await self._stream.send(self._codecs.questions.encode(Question(number, request)))
                 return await answer
         except ConnectionLost as lost:
             raise self.failure or PeerFailed(str(lost)) from lost
@@ -166,10 +165,10 @@ class ProducerSession:
             while True:
                 frame = await stream.receive()
                 self._heard()
-                answer = self._answers.decode(frame)
+                answer = self._codecs.answers.decode(frame)
                 waiting = None if answer is None else self._waiting.get(answer.number)
                 if answer is None or waiting is None or waiting.done():
-                    self._num_ignored += answer is not None
+                    self._codecs.answers.dropped += answer is not None
                 else:
                     waiting.set_result(answer.record)
         except TimeoutError:
@@ -184,16 +183,16 @@ class ProducerSession:
     async def _greet(self) -> Stream:
         """The stream to a producer that serves the same layout. Raises ConnectionLost, PeerFailed."""
         self._stream = stream = await self._connect(self.address)
-        await stream.send(self._greetings.encode(self._hello))
+        await stream.send(self._codecs.greetings.encode(self._hello))
         while True:
-            answer = self._greeting_answers.decode(await stream.receive())
+            answer = self._codecs.greeting_answers.decode(await stream.receive())
             self._heard()
             if answer is not None and answer.answers == self._hello.nonce:
                 break
         if isinstance(answer, Denied):
             raise PeerFailed(f"refused by the peer: {answer.text}")
-        if answer.layout != self._identity.layout:
+        if answer.layout != self._hello.layout:
             raise PeerFailed(explain_layouts(answer.geometry, self._hello.geometry))
-        self.peer = Peer(answer.engine_id, answer.geometry, tuple(answer.ranks))
+        self.peer = Peer(answer.engine_id, answer.geometry, tuple(answer.ranks), answer.layout)
         self._open.set_result(self.peer)
         return stream

@@ -20,7 +20,8 @@ class Stream(Protocol):
         """The next frame. Raises ConnectionLost."""
 
     def close(self, reason: str) -> None:
-        """End the connection, after what has been sent. Does nothing for one that has ended."""
+        """End the connection, without waiting for what the sockets have not taken yet. Does nothing for one that has
+        ended."""
 
 
 Connect: TypeAlias = Callable[[Address], Awaitable[Stream]]

@@ -72,16 +72,11 @@ def lay_out(pairing: GroupPairing, copies: TokenCopies, staging: NDArray[np.uint
     if not len(copies):
         return
     units, runs, row, granule = pairing.units, pairing.runs, pairing.row_bytes, copies.granule
-    # shapes are set, not asked for: what would have to be copied for it is an error
-    source = staging.view()
-    source.shape = (-1,)
-    source = source[: copies.num_slots * pairing.slot_bytes]
-    source.shape = (copies.num_slots, pairing.slot_bytes)
-    source = source[:, : units * runs * pairing.remote_tokens * row]
-    source.shape = (copies.num_slots, units, runs, pairing.remote_tokens // granule, granule * row)
-    target = pool.view()
-    target.shape = (len(pool), units, pairing.unit_bytes)
-    target = target[:, :, : runs * pairing.local_tokens * row]
+    num_slots, used = copies.num_slots, units * runs * pairing.remote_tokens * row
+    slots = staging.reshape(-1)[: num_slots * pairing.slot_bytes].reshape(num_slots, -1)[:, :used]
+    source = slots.reshape(num_slots, units, runs, pairing.remote_tokens // granule, granule * row)
+    target = pool.reshape(len(pool), units, pairing.unit_bytes)[:, :, : runs * pairing.local_tokens * row]
+    # set, not asked for: what would have to be copied for it is an error
     target.shape = (len(pool), units, runs, pairing.local_tokens // granule, granule * row)
     whole = copies.num_tokens == granule
     slot_part, page_part = copies.slot_token // granule, copies.page_token // granule

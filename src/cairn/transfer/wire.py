@@ -10,8 +10,10 @@ connection, and its answer the first that comes back; what follows is numbered. 
 question, on its connection alone: all that is said of it later comes by the same one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
@@ -198,12 +200,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 class RecordFrames(Generic[Message]):
     """Messages of one kind as msgpack bytes. `dropped` counts what could not be read."""
 
-    def __init__(
-        self, decoder: "msgspec.msgpack.Decoder[Message]", enc_hook: Callable[[object], bytes] | None = None
-    ) -> None:
-        """`enc_hook`: bytes of what msgspec does not know."""
+    def __init__(self, decoder: "msgspec.msgpack.Decoder[Message]") -> None:
         self._decoder = decoder
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
         self.dropped = 0
 
     def encode(self, message: Message) -> bytes:
@@ -225,20 +224,25 @@ class RecordFrames(Generic[Message]):
         return None
 
 
-def greetings() -> RecordFrames[Hello]:
-    return RecordFrames(msgspec.msgpack.Decoder(Hello))
+greetings = partial(RecordFrames[Hello], msgspec.msgpack.Decoder(Hello))
+greeting_answers = partial(RecordFrames[Welcome | Denied], msgspec.msgpack.Decoder(Welcome | Denied))
+questions = partial(RecordFrames[Question], msgspec.msgpack.Decoder(Question))
+answers = partial(RecordFrames[Answer], msgspec.msgpack.Decoder(Answer))
 
 
-def greeting_answers() -> RecordFrames[Welcome | Denied]:
-    return RecordFrames(msgspec.msgpack.Decoder(Welcome | Denied))
+@dataclass(frozen=True, slots=True)
+class Codecs:
+    """For all that is said on the connections of one side."""
 
+    greetings: RecordFrames[Hello] = field(default_factory=greetings)
+    greeting_answers: RecordFrames[Welcome | Denied] = field(default_factory=greeting_answers)
+    questions: RecordFrames[Question] = field(default_factory=questions)
+    answers: RecordFrames[Answer] = field(default_factory=answers)
 
-def questions() -> RecordFrames[Question]:
-    return RecordFrames(msgspec.msgpack.Decoder(Question))
-
-
-def answers() -> RecordFrames[Answer]:
-    return RecordFrames(msgspec.msgpack.Decoder(Answer))
+    @property
+    def dropped(self) -> int:
+        """Frames that were no record, or none that was waited for."""
+        return sum(each.dropped for each in (self.greetings, self.greeting_answers, self.questions, self.answers))
 
 
 def encode_array(value: object) -> bytes:
@@ -260,12 +264,12 @@ def decode_array(kind: object, data: object) -> NDArray[Any]:
 
 
 def pack_pages(pages: Pages) -> bytes:
-    return np.ascontiguousarray(pages, dtype="<i4").tobytes()
+    return encode_array(pages.astype(np.int32, copy=False))
 
 
 def unpack_pages(packed: bytes) -> Pages | None:
     """Page numbers, or None when they are no int32 numbers >= 0."""
-    if len(packed) % 4:
+    try:
+        return decode_array(Pages, packed)
+    except ValueError:
         return None
-    pages = np.frombuffer(packed, dtype="<i4").astype(np.int32)
-    return pages if not len(pages) or pages.min() >= 0 else None

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from cairn.transfer.contract import Peer, PullId, ReadOrder, Volume
-from cairn.transfer.links.contract import Descriptors, Link, LinkError, ReadHandle, ReadState
+from cairn.transfer.contract import Peer, PullId, ReadEnded, ReadOrder, Volume
+from cairn.transfer.links.contract import Descriptors, Link, LinkError, ReadState
 from cairn.transfer.memory import Fence
 from cairn.transfer.planner import Piece, Planner
 
@@ -25,34 +25,16 @@ _HANDLES = 2
 
 
 @dataclass(slots=True, eq=False)
-class _OpenPiece:
-    """A piece that is being read. `chunks` have no handle yet. `fence`: what it waits for once all is read."""
-
-    piece: Piece
-    chunks: deque[tuple[str, Descriptors]]
-    handles: set[ReadHandle] = field(default_factory=set)
-    fence: Fence | None = None
-
-    @property
-    def is_read(self) -> bool:
-        return not self.chunks and not self.handles
-
-
-@dataclass(slots=True, eq=False)
 class _Read:
     """`pieces` have not begun. `peer_names`: the link's names of the peer's ranks, as far as they are connected. `end`:
     the state once nothing can arrive any more."""
 
     peer: Peer
     pieces: deque[Piece]
-    open_pieces: list[_OpenPiece] = field(default_factory=list)
+    open_pieces: list[Piece] = field(default_factory=list)
     peer_names: dict[int, str] = field(default_factory=dict)
     end: ReadState = ReadState.DONE
     volume: Volume = field(default_factory=Volume)
-
-    @property
-    def num_handles(self) -> int:
-        return sum(len(opened.handles) for opened in self.open_pieces)
 
 
 class LinkWorker:
@@ -66,7 +48,6 @@ class LinkWorker:
         self._new_fence = new_fence
         self._chunk_bytes = chunk_bytes
         self._reads: dict[PullId, _Read] = {}
-        self._volumes: dict[PullId, Volume] = {}
 
     @property
     def num_reads(self) -> int:
@@ -78,13 +59,13 @@ class LinkWorker:
             self._post_handle(read)
         except LinkError:
             # Nothing is out: the first handle is the one that failed.
-            for piece in (*(opened.piece for opened in read.open_pieces), *read.pieces):
+            for piece in (*read.open_pieces, *read.pieces):
                 piece.release()
             self._disconnect(read)
             raise
         self._reads[order.pull] = read
 
-    def poll(self, pull: PullId) -> ReadState:
+    def poll(self, pull: PullId) -> ReadEnded | None:
         read = self._reads.get(pull)
         if read is None:
             raise AssertionError(f"pull {pull} has no read")
@@ -97,16 +78,11 @@ class LinkWorker:
             self._stop(read, ReadState.FAILED)
         self._finish_pieces(read)
         if read.open_pieces or read.pieces:
-            return ReadState.READING
+            return None
         del self._reads[pull]
         if read.end is ReadState.FAILED:
             self._disconnect(read)
-        elif read.end is ReadState.DONE:
-            self._volumes[pull] = read.volume
-        return read.end
-
-    def take_volume(self, pull: PullId) -> Volume:
-        return self._volumes.pop(pull)
+        return ReadEnded(pull, read.end, volume=read.volume)
 
     def cancel(self, pull: PullId) -> None:
         read = self._reads.get(pull)
@@ -130,15 +106,15 @@ class LinkWorker:
         for opened in [opened for opened in read.open_pieces if opened.is_read]:
             if opened.fence is None:
                 if read.end is ReadState.DONE:
-                    opened.piece.finish()
+                    opened.finish()
                 opened.fence = self._new_fence()
             if opened.fence():
                 read.open_pieces.remove(opened)
-                opened.piece.release()
+                opened.release()
 
     def _post_handle(self, read: _Read) -> bool:
         """Post one more handle if there may be one; returns whether another call may post one, too."""
-        if read.num_handles >= _HANDLES:
+        if sum(len(opened.handles) for opened in read.open_pieces) >= _HANDLES:
             return False
         opened = next((opened for opened in read.open_pieces if opened.chunks), None) or self._begin_piece(read)
         if opened is None:
@@ -147,13 +123,13 @@ class LinkWorker:
             opened.handles.add(self._link.read(*opened.chunks.popleft()))
         return True
 
-    def _begin_piece(self, read: _Read) -> _OpenPiece | None:
+    def _begin_piece(self, read: _Read) -> Piece | None:
         reads = read.pieces[0].begin() if read.pieces else None
         if reads is None:
             return None
-        opened = _OpenPiece(read.pieces.popleft(), deque())
+        opened = read.pieces.popleft()
         read.open_pieces.append(opened)
-        for rank, descriptors in reads:
+        for rank, descriptors in reads.items():
             peer = self._connect(read, rank)
             read.volume += Volume(int(descriptors.num_bytes.sum()), len(descriptors))
             opened.chunks.extend((peer, chunk) for chunk in _chunks(descriptors, self._chunk_bytes))

@@ -11,7 +11,6 @@ ordered by CUDA's calls that submit work or synchronize, and by nothing else (NV
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,21 +24,24 @@ from cairn.transfer.memory import Fence, HostPool, PoolMemory
 from cairn.transfer.token_copies import TokenCopies
 
 
-class TransferStream(Protocol):
-    """Where copies are made beside the steps."""
+class NoStream:
+    """Where copies are made beside the steps: on the host, where Triton is interpreted, they are done when they
+    return."""
 
     def enter_thread(self) -> None:
         """Make the device this thread's own."""
 
     def use(self) -> AbstractContextManager[object]:
         """What is launched inside goes into the stream."""
+        return nullcontext()
 
     def record(self) -> Fence:
         """An event after all of it."""
+        return lambda: True
 
 
-class CudaStream:
-    """A `TransferStream` of a GPU's own."""
+class CudaStream(NoStream):
+    """A GPU's own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -59,19 +61,6 @@ class CudaStream:
         return event.query
 
 
-class NoStream:
-    """A `TransferStream` of the host, where Triton is interpreted: copies are done when they return."""
-
-    def enter_thread(self) -> None:
-        """All threads have the same memory."""
-
-    def use(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def record(self) -> Fence:
-        return lambda: True
-
-
 def open_pool(pool: Tensor, kernels: Kernels, *, on_host: bool) -> PoolMemory:
     """One rank's pool. `kernels`: those of the rank's device. `on_host`: whether that is where the rank computes. To be
     called by the thread that launches steps, before the first one."""
@@ -82,7 +71,7 @@ class DevicePool:
     """A `PoolMemory` of any device. `pool`: uint8 [rows, page_bytes], contiguous. `kernels`: those of the device.
     Everything but `region` is for the thread that drives the link."""
 
-    def __init__(self, pool: Tensor, stream: TransferStream, kernels: Kernels) -> None:
+    def __init__(self, pool: Tensor, stream: NoStream, kernels: Kernels) -> None:
         self._pool = pool
         self._stream = stream
         self._kernels = kernels

@@ -25,7 +25,7 @@ from cairn.errors import ConfigError, EngineDead, InvalidRequest
 from cairn.scheduler.request import PromptOffer, Request
 from cairn.scheduler.transfers import LeaseQuota, RecentSequences, Transfers
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import Identity, KvSource, Peer, TransferRole
+from cairn.transfer.contract import KvSource, Peer, TransferRole
 from cairn.transfer.credentials import check_secret, derive_credentials
 from cairn.transfer.digest import SequenceIndex
 from cairn.transfer.geometry import ModelUnits, geometry_of
@@ -38,6 +38,7 @@ from cairn.transfer.peers import PeerPolicy, is_loopback
 from cairn.transfer.planner import PairedPages, StagingArea
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankChannel, RankedWorker
+from cairn.transfer.session import ConsumerTools
 from cairn.transfer.worker import LinkWorker
 from cairn.types import Clock
 
@@ -213,16 +214,16 @@ def build_transfer(
     worker = RankedWorker(link, rank_worker(link, memory), ranks)
     described = _described(worker, clock)
     engine_id = str(uuid.uuid4())
-    identity = Identity(Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described), layout_hash)
+    me = Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described, layout_hash)
     listener = create_listener(config.host, config.port)
     event_loop, events = ClockedLoop(clock), EventQueue()
-    channel = SideChannel(listener, derive_credentials(secret), clock, event_loop)
+    channel = SideChannel(listener, derive_credentials(secret), event_loop)
     limits = LeaseLimits(max_pages=int(memory.num_pages * config.lease_share), duration=config.lease_seconds)
-    producer = Producer(identity, limits, clock, os.urandom, events.put)
-    consumer = Consumer(identity, policy, worker, clock, os.urandom, channel.connect, event_loop, events.put)
+    producer = Producer(me, limits, clock, os.urandom, events.put)
+    tools = ConsumerTools(me, worker, channel.connect, os.urandom, event_loop)
+    consumer = Consumer(tools, policy, clock, events.put)
     port = TransferPort(event_loop, producer, consumer, events)
-    enter_thread = memory.pool.enter_thread
-    loop = TransferLoop(event_loop, port, events, channel, producer, consumer, link, worker, enter_thread)
+    loop = TransferLoop(port, channel, link, worker, memory.pool.enter_thread)
     sequences = SequenceIndex(layout_hash)
     quota = LeaseQuota(
         max_leases=config.max_leases,

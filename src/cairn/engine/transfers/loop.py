@@ -30,7 +30,6 @@ from cairn.types import Clock
 _READING_SECONDS = 0.001
 _SERVING_SECONDS = 0.005
 _LINGERING_SECONDS = 0.1
-_TIMERS_SECONDS = 1.0
 _STOP_SECONDS = 5.0
 
 _Arguments = TypeVarTuple("_Arguments")
@@ -76,13 +75,13 @@ class TransferPort:
     def __init__(
         self, event_loop: asyncio.AbstractEventLoop, producer: Producer, consumer: Consumer, events: EventQueue
     ) -> None:
-        self._event_loop = event_loop
-        self._producer = producer
-        self._leases = producer.leases
-        self._consumer = consumer
-        self._events = events
-        self._pulls = 0
+        self.event_loop = event_loop
+        self.producer = producer
+        self.consumer = consumer
+        self.pending = events
         self.changed: Callable[[], None] | None = None
+        self._leases = producer.leases
+        self._pulls = 0
 
     @property
     def num_leased(self) -> int:
@@ -94,33 +93,34 @@ class TransferPort:
 
     def offer(self, offer: Offer) -> str:
         reference = remote_request_id(offer.request_id, self._leases.offer(offer))
-        self._post(_do_nothing)
+        self._look()
         return reference
 
     def withdraw(self, remote_request_id: str) -> None:
         if (known := split_reference(remote_request_id)) is not None:
             self._leases.decline(*known)
-            self._post(_do_nothing)
+            self._look()
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
-        if offer is None:
-            self._post(self._producer.lookups.refuse, lookup)
-            return None
-        nonce = self._leases.offer(offer)
-        self._post(self._producer.lookups.grant, lookup, offer, nonce)
-        return remote_request_id(offer.request_id, nonce)
+        nonce = None if offer is None else self._leases.offer(offer)
+        self._post(self.producer.lookups.answer, lookup, nonce)
+        return None if offer is None or nonce is None else remote_request_id(offer.request_id, nonce)
 
     def pull(self, spec: PullSpec) -> PullId:
         self._pulls += 1
         pull = PullId(self._pulls)
-        self._post(self._consumer.pull, spec, pull)
+        self._post(self.consumer.pull, spec, pull)
         return pull
 
     def abort(self, pull: PullId) -> None:
-        self._post(self._consumer.abort, pull)
+        self._post(self.consumer.abort, pull)
 
     def events(self) -> list[Event]:
-        return [*self._events.take(), *self._leases.take_ended()]
+        return [*self.pending.take(), *self._leases.take_ended()]
+
+    def _look(self) -> None:
+        """Have the thread look at the leases."""
+        self._post(lambda: None)
 
     def _post(self, command: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
         def carry_out() -> None:
@@ -130,11 +130,7 @@ class TransferPort:
 
         # the thread may have ended, which `KvTransfer.check` reports
         with contextlib.suppress(RuntimeError):
-            self._event_loop.call_soon_threadsafe(carry_out)
-
-
-def _do_nothing() -> None:
-    """The thread looks at the leases."""
+            self.event_loop.call_soon_threadsafe(carry_out)
 
 
 class TransferLoop:
@@ -143,21 +139,17 @@ class TransferLoop:
 
     def __init__(
         self,
-        event_loop: asyncio.AbstractEventLoop,
         port: TransferPort,
-        events: EventQueue,
         channel: SideChannel,
-        producer: Producer,
-        consumer: Consumer,
         link: Link,
         ranks: RankedWorker,
         enter_thread: Callable[[], None],
     ) -> None:
-        self._event_loop = event_loop
-        self._events = events
+        self._event_loop = port.event_loop
+        self._events = port.pending
+        self._producer = port.producer
+        self._consumer = port.consumer
         self._channel = channel
-        self._producer = producer
-        self._consumer = consumer
         self._link = link
         self._ranks = ranks
         self._enter_thread = enter_thread
@@ -166,23 +158,13 @@ class TransferLoop:
         self._thread: threading.Thread | None = None
         self.failure: str | None = None
         port.changed = self._changed.set
-        channel.listen(producer.serve)
+        channel.listen(port.producer.serve)
 
     @property
     def dropped(self) -> int:
         """Frames that were no record of the protocol, and connections that ended before their peer was
         authenticated."""
         return self._channel.dropped + self._producer.dropped + self._consumer.dropped + self._ranks.dropped
-
-    @property
-    def num_skipped(self) -> int:
-        """Pulls that were not tried, because their peer had not answered lately."""
-        return self._consumer.num_skipped
-
-    @property
-    def num_open(self) -> int:
-        """Pulls whose pages may still be written to, those under way included."""
-        return self._consumer.num_open
 
     def start(self, notify: Callable[[], None]) -> None:
         """`notify` is called when there are events for the scheduler."""
@@ -209,7 +191,6 @@ class TransferLoop:
     def turn(self) -> None:
         """Drive the links, and look at what time has done."""
         self._consumer.look()
-        self._channel.expire()
         leases = self._producer.leases
         if leases.has_ended and self._events.notify is not None:
             self._events.notify()
@@ -224,7 +205,7 @@ class TransferLoop:
             return _SERVING_SECONDS
         if self._producer.leases.may_be_read:
             return _LINGERING_SECONDS
-        return None if self._channel.is_idle else _TIMERS_SECONDS
+        return None
 
     def _stop(self) -> None:
         self._stopping = True

@@ -9,23 +9,22 @@ bytes and seconds each; and all connections together a quarter of the descriptor
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ipaddress
 import logging
-import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from cairn.engine.transfers.tls_stream import TlsStream
+from cairn.engine.transfers.tls_stream import BoundedSocket, TlsStream
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import TlsCredentials
 from cairn.transfer.peers import Address, is_loopback
 from cairn.transfer.stream import ConnectionLost
-from cairn.types import Clock
 
 _BACKLOG = 1024
 _ACCEPTS_PER_TURN = 32
@@ -65,28 +64,24 @@ class ChannelLimits:
 
 class SideChannel:
     """Connections between servers that hold the same secret, by TLS over TCP, in `event_loop`; those of consumers are
-    accepted by `listener`. Call `expire` now and then. `dropped` counts connections that ended before their peer was
-    authenticated."""
+    accepted by `listener`. `dropped` counts connections that ended before their peer was authenticated."""
 
     def __init__(
         self,
         listener: socket.socket,
         credentials: TlsCredentials,
-        clock: Clock,
         event_loop: asyncio.AbstractEventLoop,
         limits: ChannelLimits | None = None,
     ) -> None:
         """`limits` None: as many connections as fit the process's descriptors."""
         self._credentials = credentials
-        self._clock = clock
         self._event_loop = event_loop
         self._limits = limits or ChannelLimits.fitting(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        # the end of a connection's time: to prove the secret, or to stay idle
-        self._until: dict[TlsStream, float] = {}
+        # what ends a connection: it has not proved the secret in time, or is idle
+        self._timers: dict[TlsStream, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_lookups = 0
+        self._lookups = threading.BoundedSemaphore(_MAX_NAME_LOOKUPS)
         self._serve: Serve | None = None
-        self._resume_at: float | None = None
         self.dropped = 0
         self._listener = listener
 
@@ -97,12 +92,7 @@ class SideChannel:
     @property
     def num_connections(self) -> int:
         """Open connections, those of unauthenticated peers included."""
-        return len(self._until)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether `expire` has nothing to look at."""
-        return not self._until and self._resume_at is None
+        return len(self._timers)
 
     def listen(self, serve: Serve) -> None:
         """Accept consumers from now on."""
@@ -114,42 +104,19 @@ class SideChannel:
         connected to, and has a deadline. Raises ConnectionLost."""
         numeric = _numeric(address[0]) or await self._resolve(address[0])
         self._make_room("producer", self._limits.max_producers)
-        stream = None
         try:
-            made = socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM)
-            # Twice the time that a session waits for its answer: it is the session that notices a silent peer.
-            stream = self._add(made, accepted=False, seconds=2 * self._limits.handshake_seconds)
-            with _closed_unless_taken(made):
-                await self._event_loop.sock_connect(made, (numeric, address[1]))
-                await self._event_loop.create_connection(lambda: stream, sock=made)
-            await stream.authenticated()
+            made = BoundedSocket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM)
         except OSError as error:
-            # asyncio's own text is about its call
-            text = os.strerror(error.errno) if error.errno else error
-            lost = ConnectionLost(f"it cannot be connected to: {text}")
-            if stream is not None:
-                stream.close(str(lost))
-            raise lost from error
-        except asyncio.CancelledError:
-            if stream is not None:
-                stream.close("nobody waits for it any more")
-            raise
+            raise ConnectionLost(f"it cannot be connected to: {error.strerror}") from error
+        # Twice the time that a session waits for its answer: it is the session that notices a silent peer.
+        stream = self._add(made, accepted=False, seconds=2 * self._limits.handshake_seconds)
+        await stream.open(made, (numeric, address[1]))
         return stream
-
-    def expire(self) -> None:
-        """Close the connections whose time is up."""
-        now = self._clock.now()
-        if self._resume_at is not None and now >= self._resume_at:
-            self._resume_at = None
-            self._event_loop.add_reader(self._listener, self._accept)
-        for stream in [stream for stream, until in self._until.items() if until <= now]:
-            is_known = stream.is_authenticated
-            stream.close("nothing came by it for too long" if is_known else "no proof of the secret in time")
 
     def close(self) -> None:
         """Close all sockets; call it while the loop does not run."""
         self._event_loop.remove_reader(self._listener)
-        for stream in list(self._until):
+        for stream in list(self._timers):
             stream.close("this server ends")
         for task in self._tasks:
             task.cancel()
@@ -167,16 +134,15 @@ class SideChannel:
                     self._pause(error)
                 return
             self._make_room("unauthenticated", self._limits.max_unauthenticated)
-            stream = self._add(accepted, accepted=True, seconds=self._limits.handshake_seconds)
-            task = self._event_loop.create_task(self._serve_accepted(accepted, stream))
+            made = BoundedSocket(fileno=accepted.detach())
+            stream = self._add(made, accepted=True, seconds=self._limits.handshake_seconds)
+            task = self._event_loop.create_task(self._serve_accepted(stream, made))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _serve_accepted(self, accepted: socket.socket, stream: TlsStream) -> None:
-        with contextlib.suppress(ConnectionLost, OSError):
-            with _closed_unless_taken(accepted):
-                await self._event_loop.connect_accepted_socket(lambda: stream, accepted)
-            await stream.authenticated()
+    async def _serve_accepted(self, stream: TlsStream, accepted: BoundedSocket) -> None:
+        with contextlib.suppress(ConnectionLost):
+            await stream.open(accepted)
             self._make_room("consumer", self._limits.max_consumers, kept=stream)
             assert self._serve is not None
             await self._serve(stream)
@@ -185,64 +151,68 @@ class SideChannel:
         """The process is out of descriptors: without a pause the listener would be ready all the time."""
         logger.warning("no connection can be accepted: %s", error.strerror)
         self._event_loop.remove_reader(self._listener)
-        self._resume_at = self._clock.now() + _PAUSE_SECONDS
-        for oldest in [stream for stream in self._until if _kind_of(stream) == "unauthenticated"][:1]:
+        self._event_loop.call_later(_PAUSE_SECONDS, self._resume)
+        for oldest in [stream for stream in self._timers if _kind_of(stream) == "unauthenticated"][:1]:
             oldest.close("descriptors are needed")
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._event_loop.add_reader(self._listener, self._accept)
 
     def _add(self, made: socket.socket, *, accepted: bool, seconds: float) -> TlsStream:
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         context = self._credentials.server if accepted else self._credentials.client
         stream = TlsStream(context, self._event_loop, to_connect=not accepted, heard=self._heard, ended=self._ended)
-        self._until[stream] = self._clock.now() + seconds
+        self._end_after(stream, seconds, "no proof of the secret in time")
         return stream
 
+    def _end_after(self, stream: TlsStream, seconds: float, reason: str) -> None:
+        if stream in self._timers:
+            self._timers[stream].cancel()
+        self._timers[stream] = self._event_loop.call_later(seconds, stream.close, reason)
+
     def _heard(self, stream: TlsStream) -> None:
-        if stream in self._until and stream.is_authenticated:
-            # The consumer's end closes first, so that it never sends on a connection that is just being closed.
-            self._until[stream] = self._clock.now() + self._limits.idle_seconds * (1 if stream.to_connect else 2)
+        # The consumer's end closes first, so that it never sends on a connection that is just being closed.
+        seconds = self._limits.idle_seconds * (1 if stream.to_connect else 2)
+        self._end_after(stream, seconds, "nothing came by it for too long")
 
     def _ended(self, stream: TlsStream) -> None:
-        del self._until[stream]
+        self._timers.pop(stream).cancel()
         self.dropped += _kind_of(stream) == "unauthenticated"
 
     def _make_room(self, kind: _Kind, limit: int, kept: TlsStream | None = None) -> None:
         """Close connections of this kind until one more fits: those that are idle for longest, or were accepted
         first."""
-        same = [stream for stream in self._until if _kind_of(stream) == kind and stream is not kept]
-        same.sort(key=lambda stream: self._until[stream])
+        same = [stream for stream in self._timers if _kind_of(stream) == kind and stream is not kept]
+        same.sort(key=lambda stream: self._timers[stream].when())
         for stream in same[: max(0, len(same) + 1 - limit)]:
             stream.close("others needed its place")
 
     async def _resolve(self, host: str) -> str:
         """The address of a host, looked up in a thread: how long that takes is the system resolver's to say. Raises
         ConnectionLost."""
-        if self._num_lookups >= _MAX_NAME_LOOKUPS:
+        if not self._lookups.acquire(blocking=False):
             raise ConnectionLost(f"{_MAX_NAME_LOOKUPS} names of hosts are being looked up already")
-        self._num_lookups += 1
-        resolved: asyncio.Future[str | Exception] = self._event_loop.create_future()
-
-        def settle(result: str | Exception) -> None:
-            self._num_lookups -= 1
-            if not resolved.done():
-                resolved.set_result(result)
+        resolved: concurrent.futures.Future[str] = concurrent.futures.Future()
+        # whoever waits may give up, the thread does not
+        resolved.set_running_or_notify_cancel()
 
         def look_up() -> None:
-            result: str | Exception
             try:
                 entries = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-                result = str(entries[0][4][0])
+                resolved.set_result(str(entries[0][4][0]))
             # UnicodeError: a label that is no host name's
             except (OSError, UnicodeError) as error:
-                result = error
-            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-                self._event_loop.call_soon_threadsafe(settle, result)
+                resolved.set_exception(error)
+            finally:
+                self._lookups.release()
 
         threading.Thread(target=look_up, name="cairn-name-lookup", daemon=True).start()
-        address = await resolved
-        if not isinstance(address, str):
-            raise ConnectionLost(f"its name cannot be resolved: {address}")
-        return address
+        try:
+            return await asyncio.wrap_future(resolved)
+        except (OSError, UnicodeError) as error:
+            raise ConnectionLost(f"its name cannot be resolved: {error}") from error
 
 
 def _kind_of(stream: TlsStream) -> _Kind:
@@ -251,42 +221,21 @@ def _kind_of(stream: TlsStream) -> _Kind:
     return "consumer" if stream.is_authenticated else "unauthenticated"
 
 
-@contextlib.contextmanager
-def _closed_unless_taken(made: socket.socket) -> Iterator[None]:
-    """Close the socket where no transport has taken it over."""
-    try:
-        yield
-    except BaseException:
-        made.close()
-        raise
-
-
 def create_listener(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 takes a free one. Raises ConfigError that names the variables."""
     try:
-        return _listen(host, port)
+        numeric = _numeric(host)
+        if numeric is None:
+            addresses = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+            numeric = str(addresses[0][4][0])
+        family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
+        listener = socket.create_server((numeric, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(
             f"VLLM_NIXL_SIDE_CHANNEL_HOST {host}, VLLM_NIXL_SIDE_CHANNEL_PORT {port}: cannot be listened on: "
             f"{error}; choose another port"
         ) from error
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Raises OSError."""
-    numeric = _numeric(host)
-    if numeric is None:
-        addresses = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-        numeric = str(addresses[0][4][0])
-    listener = socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((numeric, port))
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
+    listener.setblocking(False)
     return listener
 
 

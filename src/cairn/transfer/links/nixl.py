@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -34,8 +34,6 @@ _LOCAL = "NIXL_INIT_AGENT"
 _COPIES = "UCX_CMA_TX_QUOTA"
 
 _HOOKS = "UCX_MEM_MMAP_HOOK_MODE"
-
-_MAX_METADATA = 1 << 20
 
 
 def start_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
@@ -84,12 +82,12 @@ def _load() -> tuple[Any, Any, Any]:
 class Description(msgspec.Struct, frozen=True, tag="nixl1"):
     """What a peer needs to read from here: plain numbers, and NIXL's own metadata, which NIXL checks."""
 
-    name: str
-    metadata: bytes
-    address: int
-    num_pages: int
-    page_bytes: int
-    device: int | None
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    metadata: Annotated[bytes, msgspec.Meta(min_length=1, max_length=1 << 20)]
+    address: Annotated[int, msgspec.Meta(ge=1)]
+    num_pages: Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
+    page_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+    device: Annotated[int, msgspec.Meta(ge=0, lt=1024)] | None
 
 
 def read_description(description: bytes) -> Description:
@@ -98,16 +96,7 @@ def read_description(description: bytes) -> Description:
         remote = msgspec.msgpack.decode(description, type=Description)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise LinkError("the peer's description is none of a NIXL link of this version") from error
-    size = remote.num_pages * remote.page_bytes
-    if not (
-        remote.num_pages in range(1, 1 << 24)
-        and remote.page_bytes in range(1, 1 << 40)
-        and 0 < remote.address < 1 << 64
-        and remote.address + size < 1 << 64
-        and remote.device in (None, *range(1024))
-        and 0 < len(remote.metadata) <= _MAX_METADATA
-        and 0 < len(remote.name) <= 256
-    ):
+    if remote.address + remote.num_pages * remote.page_bytes >= 1 << 64:
         raise LinkError("the peer's description has a number out of range")
     return remote
 
