@@ -181,6 +181,7 @@ def test_repeated_verify_passes_and_folds_leave_the_bits_of_those_that_are_compu
         plain.submit(str(number), prompt, 90, temperature=0.0)
         answers[str(number)] = [token for _, tokens in run_alone(plain) for token in tokens]
     recorded, eager = Twin(folder, form), Twin(folder, form, enforce_eager=True)
+    repeated_saves = see_saves_of_folds(recorded)
     drafters = []
     for twin in (recorded, eager):
         drafters.append(Varying(answers, 8, lambda proposal: [99, 3, 0, 99, 1][proposal % 5], 300))
@@ -201,6 +202,8 @@ def test_repeated_verify_passes_and_folds_leave_the_bits_of_those_that_are_compu
     assert drafters[0].records == drafters[1].records and len(drafters[0].records) > 40
     alone = [shape for shape, each in recorded.runner._graphs._passes.items() if each.fold and not shape.num_places]
     assert len(alone) == 8 and not eager.repeats("fold")
+    # of some folds a checkpoint is taken at their end, of others within
+    assert {len(saves) for saves in repeated_saves if any(saves)} == {1, 2}
     # of what a step takes whose pass is being recorded, or will be, nothing is learned
     assert len(drafters[1].steps) - len(drafters[0].steps) >= 2 * 8
     check_addresses(recorded)
@@ -249,6 +252,10 @@ def test_repeated_passes_of_decodes_beside_verify_rows_leave_the_bits_of_those_t
     assert num_steps > 60 and not recorded.core.has_work
     mixed = {shape: each for shape, each in recorded.runner._graphs._passes.items() if shape.num_places}
     assert {shape.num_places for shape in mixed} == {SEQS} and not eager.repeats("fold")
+    padded = recorded.runner._graphs._num_padded
+    # a mix is recorded when it has gone with a larger one's tokens so often
+    assert padded or form == "float32"
+    assert {padded[shape] for shape in mixed} <= {0, 3}
     for kind in ("replay", "fold"):
         assert sum(getattr(each, kind) is not None for each in mixed.values()) > 3, kind
     check_addresses(recorded)
@@ -291,6 +298,19 @@ def test_repeated_passes_of_a_head_draft_what_computed_ones_do(family, form, mad
     head_passes = recorded.runner._head._passes
     assert [head_passes[number].replay is not None for number in (1, 2, 3)] == [True, True, True]
     assert not eager.runner._head._passes and len(made[recorded]) > 60
+
+
+def see_saves_of_folds(twin):
+    """By step with repeated folds, whether something is saved after each part of them."""
+    seen, move_states = [], twin.runner._move_states
+
+    def see(step):
+        if step.inputs.fold_parts:
+            seen.append([saves is not None for _, saves in step.inputs.fold_parts])
+        move_states(step)
+
+    twin.runner._move_states = see
+    return seen
 
 
 def see_drafts(head, seen, rows, depth):

@@ -1,5 +1,7 @@
 """A pass that is recorded: what its record repeats, what memory it has, and what it refuses."""
 
+import subprocess
+import sys
 import threading
 
 import msgspec
@@ -165,3 +167,18 @@ def test_attention_that_is_recorded_follows_the_lengths_whatever_its_reach():
         now = batch.batch(cpu, call.block_tables)
         for rule, found in zip(rules, results, strict=True):
             assert torch.equal(found, cpu.attention(*operands, now, rule, sinks)), (starts, rule)
+
+
+def test_recording_loads_no_compiler_of_torch():
+    """Loading it takes a second and a half, in the midst of the first answer."""
+    code = """
+import sys, torch
+from cairn.kernels.cpu.recording import PassMemory, Recording
+x = torch.ones(2, 3)
+with Recording(PassMemory()) as recording:
+    y = x + 1
+recording.steps[0]()
+assert y.sum() == 12, y
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -396,6 +396,15 @@ def test_the_fold_of_a_step_with_drafts_is_part_of_what_they_take(num_decodes):
             assert abs(cost.extra(drafts, num_decodes) - (overhead + fold + row * drafts)) < 0.02, (alone, drafts)
 
 
+def test_the_first_folds_count_in_full():
+    cost, verify, fold = MeasuredCost(), 0.26, 0.2
+    for _ in range(4):
+        cost.record_step(1, 0, 0.02)
+        cost.record_step(1, 2, 0.02 * (1 + verify))
+        cost.record_step(1, 0, 0.02 * (1 + fold), True)
+    assert verify + 0.5 * fold < cost.extra(2) < verify + fold
+
+
 def test_sequences_that_draft_in_one_step_share_what_it_takes():
     """What a step with drafts takes however few they are is too much for one of eight sequences, not for all."""
     cost = VerifyCost(overhead=1.0, row=0.02)

@@ -26,6 +26,7 @@ which size, follows from its plan and from plans before it, which are the same f
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,9 +43,9 @@ from cairn.kernels.staging import Staging
 from cairn.layers.memory import Memory
 from cairn.layers.model import Model
 from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors, host_batch
-from cairn.runner.verification import KeptInputs, fold_batch
+from cairn.runner.verification import FoldPiece, KeptInputs, fold_batch
 from cairn.runner.vision import MultimodalInputs
-from cairn.step import Fold, StepPlan
+from cairn.step import StepPlan
 
 _FIELDS, _FOLD_FIELDS = 8, 5
 MOST_VERIFY_TOKENS = 64
@@ -55,6 +56,10 @@ MOST_MIXED_SEQS, MOST_MIXED_TOKENS = 8, 72
 _MIXED_TOKENS_STEP = 4
 """Such a pass has tokens that are nobody's, up to a multiple of so many: there are as few passes to record. Not where
 products are made in float32, of which the bits depend on how many rows there are."""
+
+_MOST_PADDED = 3
+"""So often a mix that is not recorded yet is given the tokens of a larger one that is: to record a pass takes as long
+as to repeat a few, and most mixes do not come often."""
 
 _ALIGNMENT = 16
 """Rows of the array have room for a multiple of so many numbers, 64 bytes: kernels are compiled for how operands are
@@ -134,6 +139,7 @@ class DecodeGraphs:
         self._recorder: StepGraphs | None = None
         self._fold_recorder: StepGraphs | None = None
         self._passes: dict[PassShape, _Pass] = {}
+        self._num_padded: Counter[PassShape] = Counter()
         self._rows = torch.zeros(0, dtype=torch.int32)
         self._fold_rows = torch.zeros(_FOLD_FIELDS, 0, dtype=torch.int32)
         self._num_places = 0
@@ -222,7 +228,12 @@ class DecodeGraphs:
         num_tokens = -(-num_tokens // step) * step
         if num_seqs > self._num_places or num_tokens > MOST_MIXED_TOKENS:
             return None
-        return PassShape(0, num_tokens, self._num_places)
+        shape = PassShape(0, num_tokens, self._num_places)
+        if in_float32 or self.has_recorded(shape) or self._num_padded[shape] >= _MOST_PADDED:
+            return shape
+        larger = [each for each in self._passes if each.num_places and each > shape and self.has_recorded(each)]
+        self._num_padded[shape] += bool(larger)
+        return min(larger, default=shape)
 
     def pack(self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], shape: PassShape) -> NDArray[np.int32]:
         """The plan's rows as `replay` takes them, int32 `shape.rows_shape`. `inputs`: of each row; a row after images
@@ -283,13 +294,13 @@ class DecodeGraphs:
         shape = self._shape_of(kept)
         return shape is not None and self._passes[shape].fold is not None
 
-    def replays_folds(self, kept: KeptInputs, folds: Sequence[Fold]) -> bool:
-        """Whether `replay_folds` does these: without checkpoints, of what a recorded pass has left."""
+    def replays_folds(self, kept: KeptInputs) -> bool:
+        """Whether `replay_folds` does those of a pass: of what a recorded one has left."""
         shape = self._shape_of(kept)
-        return shape is not None and self.has_recorded(shape) and not any(fold.snapshots for fold in folds)
+        return shape is not None and self.has_recorded(shape)
 
-    def replay_folds(self, kept: KeptInputs, folds: Sequence[Fold]) -> None:
-        """Launch the folds of a pass, which are recorded when they come for the first time."""
+    def replay_folds(self, kept: KeptInputs, folds: Sequence[FoldPiece]) -> None:
+        """Launch folds of a pass, of each slot one at most; they are recorded when they come for the first time."""
         shape, recorder = self._shape_of(kept), self._fold_recorder
         assert shape is not None and recorder is not None
         forward_pass, rows = self._passes[shape], self._pack_folds(kept, folds, shape)
@@ -306,7 +317,7 @@ class DecodeGraphs:
                 return shape
         return None
 
-    def _pack_folds(self, kept: KeptInputs, folds: Sequence[Fold], shape: PassShape) -> NDArray[np.int32]:
+    def _pack_folds(self, kept: KeptInputs, folds: Sequence[FoldPiece], shape: PassShape) -> NDArray[np.int32]:
         """cu_seqlens, slots, starts, ends and last rows of the folds. Of a mix there are places of nobody before each
         of them, and behind the last: for rows of decodes, and of drafts that were wrong."""
         between, end = int(shape.num_places > 0), 0
@@ -315,9 +326,9 @@ class DecodeGraphs:
         folded = sorted(((*kept.find(fold.slot), fold) for fold in folds), key=lambda each: each[0])
         for number, (first, row, fold) in enumerate(folded):
             place = between + (1 + between) * number
-            end = first + fold.num_tokens
-            rows[0, place], rows[0, place + 1 :] = first, end
-            rows[1:, place] = row.slot, row.start, row.start + fold.num_tokens, end - 1
+            end = first + fold.end
+            rows[0, place], rows[0, place + 1 :] = first + fold.begin, end
+            rows[1:, place] = row.slot, row.start + fold.begin, row.start + fold.end, end - 1
         if between:
             rows[0, -1] = shape.num_tokens
         return rows

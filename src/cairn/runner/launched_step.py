@@ -13,7 +13,7 @@ from cairn.kernels.staging import Readback, ReadbackArray, StagedArray, Staging,
 from cairn.runner.batch_builder import BatchBuilder
 from cairn.runner.decode_graphs import DecodeGraphs, PassShape
 from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
-from cairn.runner.verification import FoldBatch, KeptInputs
+from cairn.runner.verification import FoldBatch, FoldPiece, KeptInputs, parts_of_folds
 from cairn.runner.vision import MultimodalInputs
 from cairn.step import Logprobs, PageCopy, Restore, Save, Scored, Snapshot, StepPlan, StepResult, VerifiedTokens
 
@@ -25,7 +25,8 @@ class StepInputs:
 
     `batch`: the plan's rows, unless they go through a CUDA graph: then `graph` has its shape and what it is given.
     `copies`: target and source pages, in groups that are made one after the other. `restores`, `saves`: slots and
-    state pages. `folds`: None where there are none, and where a graph does them.
+    state pages. `folds`: None where there are none, and where a graph does them: `fold_parts`, each with slots and
+    state pages of what is saved after it.
     `snapshots`: rows of hidden states and state pages, by row and position; after a graph slots and state pages, as of
     `saves`. `sampled_slots`: of the plan's samples. `continuing_slots`: of its decodes, if one of them continues with
     a token that only the device knows.
@@ -57,11 +58,17 @@ class StepInputs:
         if plan.saves:
             self.saves = self._slots_and_pages(plan.saves)
         self.folds: FoldBatch | None = None
+        self.fold_parts: list[tuple[Sequence[FoldPiece], tuple[StagedArray, StagedArray] | None]] = []
         if plan.folds:
             if kept is None:
                 raise LookupError(f"step {plan.step} folds, but the plan before it verified nothing")
-            if not graphs.replays_folds(kept, plan.folds):
+            if not graphs.replays_folds(kept):
                 self.folds = FoldBatch(plan.folds, kept, kernels, self.staging)
+            else:
+                parts = parts_of_folds(plan.folds, kept)
+                self.fold_parts = [
+                    (part.pieces, self._slots_and_pages(part.saves) if part.saves else None) for part in parts
+                ]
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
         self.continuing_slots: StagedArray | None = None
         if continues:

@@ -350,7 +350,10 @@ class Runner(StepRunner):
             self._fold(inputs.folds)
         elif plan.folds and self._kept is not None:
             step.is_first |= not self._graphs.has_recorded_folds(self._kept)
-            self._graphs.replay_folds(self._kept, plan.folds)
+            for pieces, saves in inputs.fold_parts:
+                self._graphs.replay_folds(self._kept, pieces)
+                if saves is not None:
+                    self._save(*saves)
         if plan.saves:
             self._save(*inputs.saves)
 

@@ -10,6 +10,7 @@ See "Verify and fold" in docs/speculation.md.
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from cairn.layers.memory import FoldLayer, Memory
 from cairn.layers.model import Model
 from cairn.runner.input_batch import InputBatch
 from cairn.runner.logprobs import SampledLogprobs
-from cairn.step import Fold, Logprobs, TokenMask, TokenMasks, VerifiedTokens, VerifyRow
+from cairn.step import Fold, Logprobs, Save, TokenMask, TokenMasks, VerifiedTokens, VerifyRow
 
 _MOST_SAMPLED_ROWS = 64
 """Of which the parameters are kept as they are worked out."""
@@ -92,6 +93,39 @@ class KeptInputs:
     def _part(self, x: Tensor) -> Tensor:
         part = x[self._tokens]
         return part.clone() if self._copies else part
+
+
+class FoldPiece(NamedTuple):
+    """The state in `slot` goes on by tokens [begin, end) of its verify row."""
+
+    slot: int
+    begin: int
+    end: int
+
+
+class FoldPart(NamedTuple):
+    """Pieces of folds, of each one at most. `saves`: checkpoints of what lies in these slots then."""
+
+    pieces: list[FoldPiece]
+    saves: list[Save]
+
+
+def parts_of_folds(folds: Sequence[Fold], kept: KeptInputs) -> list[FoldPart]:
+    """Folds in parts one after the other, each up to a checkpoint that is taken within it. Raises LookupError for a
+    fold of a slot that `kept` has no row of."""
+    parts = list[FoldPart]()
+    for fold in folds:
+        _, row = kept.find(fold.slot)
+        pages = {snapshot.position - row.start: snapshot.pages for snapshot in fold.snapshots}
+        begin = 0
+        for number, end in enumerate(sorted({*pages, fold.num_tokens})):
+            if number == len(parts):
+                parts.append(FoldPart([], []))
+            parts[number].pieces.append(FoldPiece(fold.slot, begin, end))
+            if end in pages:
+                parts[number].saves.append(Save(fold.slot, pages[end]))
+            begin = end
+    return parts
 
 
 class FoldBatch:

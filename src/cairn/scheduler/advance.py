@@ -29,7 +29,7 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
     running, slots = list(state.running), state.running.slots
     plain = table.num_scheduled[slots] < table.plain_until[slots]
     drafts: Mapping[int, Keys] = {}
-    if state.drafting.drafter is not None:
+    if state.drafting.asks(state.running.version):
         drafts = propose_drafts(state, builder, running, int(np.count_nonzero(plain)))
     if drafts:
         plain[list(drafts)] = False

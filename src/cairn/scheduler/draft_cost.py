@@ -18,8 +18,7 @@ _FORGET = 0.998
 """Of what steps with drafts have shown, by decode step. Who believes that drafts do not pay has none, and would never
 learn that it was the machine that had been busy."""
 _FIRST_REFRESHES, _REFRESH = (4, 8, 12), 16
-"""Steps after which what has been learned is used; with several sequences, where what is given holds least, sooner at
-first."""
+"""Steps after which what has been learned is used; sooner at first."""
 _FORGOTTEN_REFRESH = 64
 """Decode steps after which what has been forgotten is."""
 
@@ -132,6 +131,7 @@ class MeasuredCost:
         self._alone = self._beside = prior or VerifyCost()
         self._lines = _Line(self._alone), _Line(self._beside)
         self._folds = [0.0, 0.0]
+        self._num_folds = [0, 0]
         self._unit: float | None = None
         self._lookup: float | None = None
         self._num_forgotten = 0
@@ -175,15 +175,16 @@ class MeasuredCost:
             beside, extra = num_decodes > 1, seconds / self._unit - plain
             fold = self._folds[beside]
             if not num_draft_tokens:
-                self._folds[beside] += _UNIT_SHARE * (min(max(0.0, extra), _MOST_FOLD) - fold)
+                self._num_folds[beside] += 1
+                share = max(_UNIT_SHARE, 1 / self._num_folds[beside])
+                self._folds[beside] += share * (min(max(0.0, extra), _MOST_FOLD) - fold)
                 self._forget(num_decodes)
                 return
             # what it brings is folded by a later step: of one that folds, too, that is as much
             extra = min(extra if has_folds else extra + fold, self._most_extra(num_draft_tokens, num_decodes))
             line = self._lines[beside]
             line.add(num_draft_tokens, max(0.0, extra))
-            first = beside and line.num_points in _FIRST_REFRESHES
-            if first or line.num_points % _REFRESH == 0:
+            if line.num_points in _FIRST_REFRESHES or line.num_points % _REFRESH == 0:
                 self._refresh()
 
     def _most_extra(self, num_draft_tokens: int, num_decodes: int) -> float:

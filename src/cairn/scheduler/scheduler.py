@@ -314,7 +314,7 @@ class Scheduler:
         assert result.step == builder.step, f"step {result.step} applied, {builder.step} is next"
         state = self.state
         state.counters.steps += 1
-        if not result.is_first and state.drafting.drafter is not None:
+        if state.drafting.learns and not result.is_first:
             learn_step_time(state, builder, state.clock.now() - self._planned_at)
         if result.scored:
             owners = {scheduled.request.slot: scheduled.request for scheduled in builder.scheduled}

@@ -105,16 +105,32 @@ class RequestObserver(Protocol):
         ...
 
 
+_LEARNED_STEPS = 8
+"""While the drafter is not asked, it learns from one of so many steps."""
+
+
 @dataclass(slots=True)
 class Drafting:
     """`drafter`: None where nothing is drafted. `pending_folds`: by how many tokens a request's state is behind its
     `num_computed`, from the result of its verify row to the next plan. `idle_steps`: in so many steps the drafter is
-    not asked, as long as those run that ran at `idle_version`."""
+    not asked, as long as those run that ran at `idle_version`. `learns`: whether it is told how long this step takes,
+    one of several of those in which it is not asked."""
 
     drafter: Drafter | None = None
     pending_folds: dict[Request, int] = field(default_factory=dict)
     idle_steps: int = 0
     idle_version: int = 0
+    learns: bool = False
+
+    def asks(self, version: int) -> bool:
+        """Whether the drafter is asked in a step, of those that run at this version."""
+        # most steps of a text that cannot be predicted: each microsecond is a thousandth of a small model's
+        if self.idle_steps and self.idle_version == version:
+            self.idle_steps -= 1
+            self.learns = not self.idle_steps % _LEARNED_STEPS
+            return False
+        self.learns = self.drafter is not None
+        return self.learns
 
 
 @dataclass(eq=False)

@@ -19,9 +19,6 @@ from cairn.types import Keys
 MAX_STEP_DRAFTS = 64
 """Draft tokens of one step: each has a row of logits."""
 
-_LEARNED_STEPS = 4
-"""While the drafter is not asked, it learns from one of so many steps."""
-
 
 def propose_drafts(
     state: SchedulerState, builder: PlanBuilder, running: Sequence[Request], num_plain: int
@@ -31,10 +28,6 @@ def propose_drafts(
     drafting = state.drafting
     drafter = drafting.drafter
     if drafter is None or num_plain > drafter.max_decodes:
-        return {}
-    if drafting.idle_steps and drafting.idle_version == state.running.version:
-        # most steps of a text that cannot be predicted: each microsecond is a thousandth of a small model's
-        drafting.idle_steps -= 1
         return {}
     decoding = [index for index, request in enumerate(running) if request.num_scheduled >= request.prefill_until]
     if len(decoding) > drafter.max_decodes:
@@ -148,7 +141,7 @@ def take_verified(
 def learn_step_time(state: SchedulerState, builder: PlanBuilder, seconds: float) -> None:
     """Tell the drafter how long a step has taken, if its rows are decodes and verify rows alone."""
     drafter = state.drafting.drafter
-    if drafter is None or state.drafting.idle_steps % _LEARNED_STEPS:
+    if drafter is None:
         return
     if not builder.scheduled and not builder.folds:
         if builder.plain:

@@ -8,7 +8,7 @@ An operation whose loops, or whose number of them, follow from lengths or values
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
@@ -93,6 +93,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps: list[list[Loop] | Operation] = []
         self._memory, self._paused = memory, False
         self._kept: list[object] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks here whether to keep its compiler out of each operation: nothing is compiled by it, and to load it
+        for that takes longer than a thousand recorded steps."""
+        return False
 
     def __enter__(self) -> "Recording":
         self._memory.begin()
@@ -192,10 +198,15 @@ def kept(make: Callable[[], Result]) -> Result:
 
 
 def _tensors(values: object) -> list[Tensor]:
-    return [leaf for leaf in tree.tree_leaves(values) if isinstance(leaf, Tensor)]
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [tensor for each in values for tensor in _tensors(each)]
 
 
 def _copy_results(places: Iterable[Tensor], results: object) -> None:
-    tensors = [results] if isinstance(results, Tensor) else _tensors(results)
-    for place, result in zip(places, tensors, strict=True):
+    for place, result in zip(places, _tensors(results), strict=True):
         place.copy_(result)

@@ -28,6 +28,9 @@ TILE_ROWS = 8 if _AVX512 else 2
 TILE_LANES = 32
 """Columns of a tile."""
 
+_ROWS_AT_ONCE = LANES if _AVX512 else 4
+"""Rows whose dot products are summed up at once: their sums, of 16 lanes each, stay in registers."""
+
 _I64, _FLOAT = ir.IntType(64), ir.FloatType()
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 
@@ -235,28 +238,39 @@ def dot_16_rows(typingctx: Any, q: Any, k: Any, row: Any, dim: Any, out: Any) ->
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         q, k, row, dim, out = args
-        sums = [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, [0.0] * LANES)) for _ in range(LANES)]
-        for total in sums:
-            builder.store(ir.Constant(_VECTOR, [0.0] * LANES), total)
-        step = ir.Constant(_I64, LANES)
-        with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), dim, step, _I64) as (d, _):
-            part = _load(builder, q, d)
-            for t, total in enumerate(sums):
-                at = builder.add(builder.mul(row, ir.Constant(_I64, t)), d)
-                builder.store(_multiply_add(builder, part, _load(builder, k, at), builder.load(total)), total)
-        vectors = [builder.load(total) for total in sums]
-        # Halves of two vectors are added as one, until one vector has all sixteen sums, in bit-reversed order undone
-        # by pairing the vectors whose numbers differ in the same bit as the lanes.
-        step_lanes = LANES // 2
-        while step_lanes:
-            half = len(vectors) // 2
-            pairs = [_interleave(builder, vectors[i], vectors[i + half], step_lanes) for i in range(half)]
-            vectors = [builder.fadd(first, second) for first, second in pairs]
-            step_lanes //= 2
-        _store(builder, vectors[0], out, ir.Constant(_I64, 0))
+        _store(builder, _dot_rows(builder, q, k, row, dim, 0, 1), out, ir.Constant(_I64, 0))
         return context.get_dummy_value()
 
     return types.void(F32, F32, types.int64, types.int64, F32), code
+
+
+def _dot_rows(builder: Any, q: Any, k: Any, row: Any, dim: Any, first: int, step: int) -> Any:
+    """LLVM code: a vector with the dot products of q and each `step`th of 16 rows from `first` on. Of a row lanes that
+    are `step` apart have one each, the others' sums are yet to be added to them."""
+    if LANES // step > _ROWS_AT_ONCE:
+        low, high = (_dot_rows(builder, q, k, row, dim, each, 2 * step) for each in (first, first + step))
+        return _add_lanes(builder, low, high, step)
+    zeros = ir.Constant(_VECTOR, [0.0] * LANES)
+    sums = {t: cgutils.alloca_once(builder, _VECTOR) for t in range(first, LANES, step)}
+    for total in sums.values():
+        builder.store(zeros, total)
+    lanes = ir.Constant(_I64, LANES)
+    with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), dim, lanes, _I64) as (d, _):
+        part = _load(builder, q, d)
+        for t, total in sums.items():
+            at = builder.add(builder.mul(row, ir.Constant(_I64, t)), d)
+            builder.store(_multiply_add(builder, part, _load(builder, k, at), builder.load(total)), total)
+    vectors, distance = [builder.load(total) for total in sums.values()], LANES // 2
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        vectors = [_add_lanes(builder, vectors[i], vectors[i + half], distance) for i in range(half)]
+        distance //= 2
+    return vectors[0]
+
+
+def _add_lanes(builder: Any, low: Any, high: Any, step: int) -> Any:
+    """LLVM code: of both vectors each pair of blocks of `step` lanes added up, as the blocks of one vector in turn."""
+    return builder.fadd(*_interleave(builder, low, high, step))
 
 
 def call_shared(builder: Any, name: str, args: Sequence[Any], write: Callable[[Any, Any], None]) -> None:
