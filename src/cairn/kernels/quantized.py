@@ -26,8 +26,9 @@ class QuantizedWeight:
     weight = number * scale + minimum, in float32, each operation rounded once, and then rounded to the model's dtype.
 
     `codes`: uint8 [..., out, in], or [..., out, in / 2] where `bits` is 4 or 5, the first of two inputs in the lower
-    bits. As a checkpoint's files have them they may also be int32 words of four such bytes, the first one lowest, or
-    int8, the lowest code -128: see `settled`. `fifths`: the fifth bits of codes that have five, uint8 [..., out, in / 8], the first of eight in the lowest.
+    bits. As files have them they may also be int32 words of four such bytes, the first one lowest, or int8, the lowest
+    code -128: see `settled`. `fifths`: the fifth bits of codes that have five, uint8 [..., out, in / 8], the first of
+    eight in the lowest.
     `numbers`: what they stand for; of integers `zero` is subtracted, or `zeros`, uint8 [..., out, groups].
     `scales`: [..., out, groups] in any dtype that float() widens: floats, FP8 (e4m3, e8m0), whole numbers of 8 bits.
     `factors`: float32 [..., out, n], one for as many neighbouring groups each, that scales are multiplied with, or
@@ -86,7 +87,9 @@ class QuantizedWeight:
         return replace(self, **tensors)
 
     def settled(self) -> "QuantizedWeight":
-        """With codes in bytes from 0 on, and the numbers of each row one after the other."""
+        """With codes in bytes from 0 on, and the numbers of each row one after the other: itself, if they are so."""
+        if self.codes.dtype == torch.uint8 and all(part.is_contiguous() for part in self.row_tensors().values()):
+            return self
         whole = self.changed(torch.Tensor.contiguous)
         if self.codes.dtype != torch.int8:
             return replace(whole, codes=whole.codes.view(torch.uint8))

@@ -198,12 +198,13 @@ def _stack_panels(
     """The rows [..., out, n] of all parts, in words of their dtype or another one -> [E, panels, lines, 32]. `lines`:
     None for as many as there are words of a row. `flips`: see `fill_panels`."""
     given = _some(parts)
-    matrices = [given] if given[0].dim() == 2 else [[matrix] for part in given for matrix in part]
-    dtype, row = dtype or given[0].dtype, matrices[0][0][0]
-    panels = -(-sum(len(part) for part in matrices[0]) // PANEL)
-    lines = row.nbytes // dtype.itemsize if lines is None else lines
+    *outer, _, width = given[0].shape
+    matrices = [list(each) for each in zip(*given, strict=True)] if outer else [given]
+    dtype, num_bytes = dtype or given[0].dtype, width * given[0].itemsize
+    panels = -(-sum(part.shape[-2] for part in given) // PANEL)
+    lines = num_bytes // dtype.itemsize if lines is None else lines
     stack = weight_memory().empty((len(matrices), panels, lines, PANEL), dtype)
-    for packed, rows in zip(stack, matrices, strict=True):
+    for packed, rows in zip(stack.unbind(), matrices, strict=True):
         fill_panels(rows, packed, flips)
     return stack
 

@@ -4,7 +4,7 @@ Rows are read where they lie, which may be a file that is mapped into memory, on
 written once, to where it stays: those of several weights that become one are not joined before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from cairn.kernels.cpu.vectors import LANES, transpose_16
 _COPY_RATE = 4
 """Bytes that one thread lays out in a nanosecond."""
 
-_PANELS_AT_A_TIME = 8
+_PANELS_AT_A_TIME = 4
 """Of rows side by side: lines that are read are longer than those that are written."""
 
 _SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
@@ -51,16 +51,17 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
                 )
             else:
                 row = part.stride(0) * part.itemsize // word
-                _fill_panels[word](
-                    num_panels, *place, row, first, rows, columns, flipped, panels.data_ptr(), lines
-                )
+                _fill_panels[word](num_panels, *place, row, first, rows, columns, flipped, panels.data_ptr(), lines)
         first += rows
-    panels[:, columns:] = 0
+    if columns < lines:
+        panels[:, columns:] = 0
     if first < count * PANEL:
         panels[first // PANEL, :, first % PANEL :] = 0
 
 
-_FILLS = {word: (kind, INT, INT, INT, INT, INT, kind, INT) for word, kind in ((4, I32), (2, BF16), (1, U8))}
+_FILLS: Mapping[Hashable, Any] = MappingProxyType(
+    {word: (kind, INT, INT, INT, INT, INT, kind, INT) for word, kind in ((4, I32), (2, BF16), (1, U8))}
+)
 
 
 @kernel(_FILLS)

@@ -11,7 +11,15 @@ from torch import Tensor
 from cairn.kernels.cpu.compiled import I32, I64, INT, U8, kernel
 from cairn.kernels.cpu.huge_pages import passing_memory
 from cairn.kernels.cpu.scalars import advance
-from cairn.kernels.cpu.vectors import LANES, pointer_to, transpose_16, transpose_nibbles
+from cairn.kernels.cpu.vectors import (
+    LANES,
+    gather_codes_4,
+    gather_codes_8,
+    pointer_to,
+    transpose_16,
+    transpose_nibbles,
+    weave_lines,
+)
 
 _WORD_RATE = 1
 """Words that one thread transposes in a nanosecond."""
@@ -40,10 +48,11 @@ def join_codes(words: Tensor, order: Sequence[int]) -> Tensor:
     height, width = words.shape
     blocks = height // _CODES
     out = passing_memory().empty((blocks, _CODES * width), torch.int32)
-    columns, items = torch.tensor(order), -(-blocks // 2)
+    columns = torch.tensor(order)
+    places = columns.argsort()
     _join_codes["words"](
-        items, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), blocks, width, columns.data_ptr(),
-        out.data_ptr(),
+        blocks, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), width, columns.data_ptr(),
+        places.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
 
@@ -86,36 +95,25 @@ def _transpose_words(begin: int, end: int, source: Any, row: int, height: int, w
                 out[column * height + top] = source[top * row + column]
 
 
-@kernel({"words": (I32, INT, INT, INT, I64, I32)})
-def _join_codes(begin: int, end: int, source: Any, row: int, blocks: int, width: int, order: Any, out: Any) -> None:
-    """Items are two blocks of eight rows, of which the last one may be alone. Of 16 columns of words all codes are
-    transposed in their words, and then the words of each column."""
-    buffer = np.empty(2 * LANES * LANES, np.int32)
+@kernel({"words": (I32, INT, INT, I64, I64, I32)})
+def _join_codes(begin: int, end: int, source: Any, row: int, width: int, order: Any, places: Any, out: Any) -> None:
+    """Items are blocks of eight rows. Of 16 columns of words all codes are transposed in their words, and then the
+    words of each column put side by side. `places`: the inverse of `order`."""
+    buffer = np.empty(_CODES * LANES, np.int32)
     squares = pointer_to(buffer)
-    lines = advance(squares, LANES * LANES)
+    wide = width // LANES * LANES
     for item in range(begin, end):
-        count = min(2, blocks - 2 * item)
-        rows, targets = advance(source, item * LANES * row), advance(out, 2 * item * _CODES * width)
-        wide = width // LANES * LANES
+        rows, target = advance(source, item * _CODES * row), advance(out, item * _CODES * width)
         for first in range(0, wide, LANES):
-            for block in range(count):
-                square = advance(squares, block * _CODES * LANES)
-                transpose_nibbles(advance(rows, block * _CODES * row + first), row, square, LANES)
-            transpose_16(squares, LANES, lines, LANES)
-            for block in range(count):
-                target = advance(targets, (block * width + first) * _CODES)
-                for column in range(LANES):
-                    line = advance(lines, column * LANES + block * _CODES)
-                    for place in range(_CODES):
-                        target[column * _CODES + order[place]] = line[place]
-        for block in range(count):
-            for column in range(wide, width):
-                for place in range(_CODES):
-                    word = np.uint32(0)
-                    for j in range(_CODES):
-                        code = np.uint32(rows[(block * _CODES + j) * row + column]) >> np.uint32(4 * place)
-                        word |= (code & np.uint32(15)) << np.uint32(4 * j)
-                    targets[(block * width + column) * _CODES + order[place]] = np.int32(word)
+            transpose_nibbles(advance(rows, first), row, squares, LANES)
+            weave_lines(squares, places, advance(target, first * _CODES))
+        for column in range(wide, width):
+            for place in range(_CODES):
+                word = np.uint32(0)
+                for j in range(_CODES):
+                    code = np.uint32(rows[j * row + column]) >> np.uint32(4 * place)
+                    word |= (code & np.uint32(15)) << np.uint32(4 * j)
+                target[column * _CODES + order[place]] = np.int32(word)
     buffer[0] = 0
 
 
@@ -140,14 +138,19 @@ def _order_codes(
     for item in range(begin, end):
         first = item * _ORDERED_AT_A_TIME
         columns = min(_ORDERED_AT_A_TIME, width - first)
+        wide = columns // LANES * LANES
         for line in range(height):
-            target = advance(out, line * width + first)
-            for column in range(columns):
-                target[column] = np.int32(0)
-            for place in range(in_word):
-                number = np.uint64(order[line * in_word + place])
-                words = advance(source, np.int64(number // np.uint64(in_word)) * row + first)
-                down, up = np.uint32(bits * np.int64(number % np.uint64(in_word))), np.uint32(bits * place)
-                for column in range(columns):
-                    code = np.uint32(words[column]) >> down & kept
-                    target[column] = np.int32(np.uint32(target[column]) | code << up)
+            target, numbers = advance(out, line * width + first), advance(order, line * in_word)
+            words = advance(source, first)
+            if bits == 4:
+                gather_codes_4(words, row, numbers, target, wide)
+            else:
+                gather_codes_8(words, row, numbers, target, wide)
+            for column in range(wide, columns):
+                word = np.uint32(0)
+                for place in range(in_word):
+                    number = np.uint64(numbers[place])
+                    at = np.int64(number // np.uint64(in_word)) * row + column
+                    down = np.uint32(bits * np.int64(number % np.uint64(in_word)))
+                    word |= (np.uint32(words[at]) >> down & kept) << np.uint32(bits * place)
+                target[column] = np.int32(word)
