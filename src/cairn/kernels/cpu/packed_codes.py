@@ -130,7 +130,9 @@ def pack_codes(parts: Sequence[QuantizedWeight]) -> PackedCodes | CodedRows:
         scales=_pack_factors([part.scales for part in parts], [part.factors for part in parts]),
         divides=weight.divides,
         zero=weight.zero + 128 * below_zero,
-        zeros=None if weight.zeros is None else _stack_panels([part.zeros for part in parts], flips=below_zero),
+        zeros=None
+        if weight.zeros is None
+        else _stack_panels([part.zeros for part in parts], torch.uint8, flips=below_zero),
         minimums=None
         if weight.minimums is None
         else _pack_factors([part.minimums for part in parts], [part.minimum_factors for part in parts]),
