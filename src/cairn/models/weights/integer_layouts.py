@@ -61,7 +61,7 @@ class CompressedIntegers(_Words):
             packed = read("weight_zero_point", (divided(rows, coding.in_word), divided(columns, coding.group)))
             zeros = _unpack(packed.t(), coding.bits).t()[: words.shape[0]]
         if "weight_g_idx" in roles:
-            order = _order(read("weight_g_idx", (columns,)), coding, "weight_g_idx")
+            order = _order(read("weight_g_idx", (columns,)), coding, f"{self.format}: weight_g_idx")
         if order is not None:
             words = order_codes(transpose_words(words), order, coding.bits).t()
         return QuantizedWeight(
@@ -156,7 +156,7 @@ class GptqWords(_Words):
         """See `PackedLayout`."""
         (rows, columns), groups = place, divided(place[1], coding.group)
         words = read("qweight", (divided(columns, coding.in_word), rows))
-        order = _order(read("g_idx", (columns,)), coding, "g_idx") if "g_idx" in roles else None
+        order = _order(read("g_idx", (columns,)), coding, f"{self.format}: g_idx") if "g_idx" in roles else None
         codes = words if order is None else order_codes(words, order, coding.bits)
         packed = read("qzeros", (groups, divided(rows, coding.in_word)))
         if coding.bits == 4:
@@ -197,7 +197,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1) if bits == 4 else codes
 
 
-def _order(groups: Tensor, coding: Coding, role: str) -> Tensor | None:
+def _order(groups: Tensor, coding: Coding, label: str) -> Tensor | None:
     """The order of inputs in which each group's lie together, given the group of each input; None for the stored order.
     Raises ModelError where groups are not all of one size."""
     if groups.is_meta or groups.numel() == 0:
@@ -207,7 +207,7 @@ def _order(groups: Tensor, coding: Coding, role: str) -> Tensor | None:
         return None
     order = groups.argsort(stable=True).int()
     if not torch.equal(groups[order], wanted):
-        raise ModelError(f"{role} does not have {coding.group} inputs in each of {coding.groups} groups")
+        raise ModelError(f"{label} does not have {coding.group} inputs in each of {coding.groups} groups")
     return order
 
 
