@@ -19,7 +19,7 @@ from cairn.kernels.weight_rows import stack_experts
 from kernels.backends import BF16, F32
 from kernels.comparison import close, same_bits
 from kernels.test_int8 import DTYPES, batch_of, drawn
-from kernels.test_quantized import FORMS, drawn_weight
+from kernels.test_quantized import FORMS, across, below_zero, drawn_weight
 
 NEEDS_CODES = pytest.mark.skipif(not packed_codes.HAS_CODES, reason="needs AVX2 and FMA, or AVX512-BF16")
 ROWS = (1, 2, GROUP, GROUP + 1, 40)
@@ -39,6 +39,31 @@ def packed_bytes(weight: Any) -> int:
         *(part for each in factors for part in (each.values, each.outer)),
     ]
     return sum(each.nbytes for each in (*weight.matrices, *tensors) if each is not None)
+
+
+@NEEDS_CODES
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_as_files_have_it_is_packed_to_the_same_panels(form: str) -> None:
+    """Also of several weights, of which one begins inside a panel, and of a stack."""
+    parts = [weight_of(form, BF16, outputs) for outputs in (70, 90)]
+    if parts[0].order is not None:
+        parts = parts[:1]
+    stack = stack_experts([weight_of(form, BF16, seed=seed) for seed in range(2)])
+    for change in (across, below_zero) if parts[0].bits == 8 and parts[0].numbers == "integer" else (across,):
+        assert_same_panels(packed_codes.pack_codes([change(part) for part in parts]), packed_codes.pack_codes(parts))
+        if isinstance(stack, QuantizedWeight):
+            stored = stack_experts([change(stack[number]) for number in range(2)])
+            assert_same_panels(cpu.pack_stored([stored]), cpu.pack_stored([stack]))
+
+
+def assert_same_panels(found: Any, wanted: Any) -> None:
+    assert isinstance(found, PackedCodes) and isinstance(wanted, PackedCodes)
+    assert (found.shape, found.form, found.group, found.zero) == (wanted.shape, wanted.form, wanted.group, wanted.zero)
+    assert all(map(torch.equal, found.matrices, wanted.matrices))
+    for each, other in ((found, wanted), (found.scales, wanted.scales), (found.minimums, wanted.minimums)):
+        for name in ("zeros", "fifths", "values", "outer"):
+            mine, theirs = getattr(each, name, None), getattr(other, name, None)
+            assert (mine is None) is (theirs is None) and (mine is None or torch.equal(mine, theirs))
 
 
 @NEEDS_CODES

@@ -51,6 +51,18 @@ def drawn_weight(
     return QuantizedWeight(codes, drawn.to(scales), dtype, bits=bits, **made)
 
 
+def across(weight: QuantizedWeight) -> QuantizedWeight:
+    """With codes in words, and rows side by side."""
+    words = replace(weight, codes=weight.codes.view(torch.int32))
+    return words.changed(lambda part: part.mT.contiguous().mT)
+
+
+def below_zero(weight: QuantizedWeight) -> QuantizedWeight:
+    """With codes of eight bits in int8."""
+    zeros = None if weight.zeros is None else (weight.zeros ^ 128).view(torch.int8)
+    return replace(weight, codes=(weight.codes ^ 128).view(torch.int8), zeros=zeros, zero=weight.zero - 128)
+
+
 FORMS: dict[str, dict[str, Any]] = {
     "symmetric": {"zero": 8, "scales": BF16},
     "zeros": {"zeros": True},
@@ -134,6 +146,21 @@ def test_rows_are_joined_stacked_and_reordered(form: str) -> None:
         assert torch.equal(stacked.dequantize(), torch.stack(wide)) and torch.equal(stacked[1].dequantize(), wide[1])
     order = torch.tensor([3, 0, 5])
     assert torch.equal(first.changed(lambda part: part[order]).dequantize(), wide[0][order])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_as_files_have_it_has_the_same_numbers(form: str) -> None:
+    first, other = (drawn_weight(**FORMS[form], seed=seed) for seed in range(2))
+    assert first.settled() is first
+    for change in (across, below_zero) if first.bits == 8 and first.numbers == "integer" else (across,):
+        stored, wide = [change(each) for each in (first, other)], [each.dequantize() for each in (first, other)]
+        assert stored[0].shape == first.shape and stored[0].nbytes == first.nbytes
+        assert torch.equal(stored[0].dequantize(), wide[0]) and torch.equal(stored[0].settled().codes, first.codes)
+        assert torch.equal(dequantize_rows(join_rows(stored)), torch.cat(wide))
+        stacked = stack_experts(stored)
+        if isinstance(stacked, QuantizedWeight):
+            assert torch.equal(stacked.dequantize(), torch.stack(wide))
+            assert change is below_zero or stacked.codes.stride(1) == 1, "rows lie across still"
 
 
 def test_what_is_of_another_kind_is_a_part_of_its_own() -> None:

@@ -329,7 +329,7 @@ def test_an_order_of_inputs_that_makes_no_groups_is_named(written: Any, tmp_path
 
     folder = changed(written("GPTQ desc_act"), tmp_path / "changed", change)
     for keeps in (None, "codes"):
-        with pytest.raises(ModelError, match=rf"{LAYER}.weight cannot be read: g_idx does not have 32 inputs in each"):
+        with pytest.raises(ModelError, match=rf"{LAYER}.weight cannot be read: GPTQ: g_idx does not have 32 inputs"):
             open_model(folder, keeps=keeps).build(exact=False, backend="reference")
 
 
@@ -338,7 +338,9 @@ def test_a_file_that_is_cut_off_is_named(written: Any, tmp_path: Path) -> None:
     shutil.copytree(written("AWQ"), folder)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match=r"model.safetensors: damaged or cut short"):
+    with pytest.raises(
+        ModelError, match=r"model.safetensors: damaged or cut short: \S+ ends at byte \d+, and the file"
+    ):
         check(folder)
 
 

@@ -14,25 +14,27 @@ from cairn.models.registry import open_model
 from cairn.models.weights import transposes
 from cairn.models.weights.loader import WeightReader
 from cairn.models.weights.tensor_source import MappedFiles
-from cairn.models.weights.transposes import order_codes, transpose_codes, transpose_words
+from cairn.models.weights.transposes import join_codes, order_codes, transpose_words, unpack_codes
 from models.covered import PACKED
 from models.packed_checkpoints import FORMATS, write_packed
+from models.test_loading_copies import tensors_of
 from tiers import more
 
 LAYOUTS = ("W4A16", "AWQ", "GPTQ", "GPTQ desc_act")
 OTHERS = ("W4A16 actorder", "W8A16", "W8A8", "GPTQ 8 bits", "compressed NVFP4", "compressed MXFP4")
 
 
-class LargestResult(TorchDispatchMode):
-    """The bytes of the largest tensor that any operation makes."""
+class LargestMemory(TorchDispatchMode):
+    """The bytes of the largest memory that any operation makes, which mapped files are not."""
 
     num_bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for made in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(made, Tensor):
-                self.num_bytes = max(self.num_bytes, made.numel() * made.itemsize)
+        given = {part.untyped_storage().data_ptr() for part in tensors_of((args, kwargs))}
+        for part in () if function is torch.ops.aten.from_file.default else tensors_of(result):
+            if (memory := part.untyped_storage()).data_ptr() not in given:
+                self.num_bytes = max(self.num_bytes, memory.nbytes())
         return result
 
 
@@ -44,11 +46,11 @@ def folder(request: pytest.FixtureRequest, made_model: Any, tmp_path: Path) -> P
 
 
 def read_matrices(folder: Path) -> Iterator[tuple[QuantizedWeight, int]]:
-    """Each in codes, and the bytes of the largest tensor that reading it takes."""
+    """Each in codes, and the bytes of the largest memory that an operation of reading it makes."""
     opened = open_model(folder, "bfloat16", keeps="codes")
     with WeightReader(folder, torch.bfloat16, (), opened.quantization) as reader:
         for name, shape in opened.tensors(reader.names).items():
-            with LargestResult() as largest:
+            with LargestMemory() as largest:
                 weight = reader.load_codes(name, shape)
             if weight is not None:
                 yield weight, largest.num_bytes
@@ -73,7 +75,7 @@ def test_nothing_is_left_in_the_files_memory(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(MappedFiles, "read", keep)
     parts = [part for weight, _ in read_matrices(folder) for part in weight.row_tensors().values()]
     places = {part.untyped_storage().data_ptr() for part in given}
-    assert len(places) > 16 and len(parts) > 16
+    assert len(given) > 16 and len(parts) > 16
     assert not any(part.untyped_storage().data_ptr() in places for part in parts)
     assert all(part.is_contiguous() for part in parts)
 
@@ -84,22 +86,35 @@ def each_transpose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(transposes, "compiled_loops", lambda name: None)
 
 
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+PLACES = torch.arange(8, dtype=torch.int32) * 4
 SHAPES = [(8, 1), (16, 3), (64, 40), (72, 1024), (136, 33), (8, 9000), (0, 4), (16, 0)]
 
 
 @pytest.mark.usefixtures("each_transpose")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_codes_are_transposed_in_their_words(shape: tuple[int, int]) -> None:
+def test_codes_are_joined_along_rows(shape: tuple[int, int]) -> None:
     """Also more of them than are worked on at a time, and columns in an order of their own."""
-    words = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
-    places = torch.arange(8, dtype=torch.int32) * 4
-    codes = words[:, :, None] >> places & 15
-    assert torch.equal(transpose_codes(words)[:, :, None] >> places & 15, unpacked(codes.flatten(1)))
+    words = random_words(shape)
+    codes = words[:, :, None] >> PLACES & 15
+    assert torch.equal(join_codes(words, range(8))[:, :, None] >> PLACES & 15, joined(codes.flatten(1)))
     ordered = torch.empty_like(codes)
-    ordered[:, :, order] = codes
-    assert torch.equal(transpose_codes(words, order)[:, :, None] >> places & 15, unpacked(ordered.flatten(1)))
-    assert transpose_codes(words.to("meta")).shape == transpose_codes(words).shape == (8 * shape[1], shape[0] // 8)
+    ordered[:, :, AWQ_ORDER] = codes
+    assert torch.equal(join_codes(words, AWQ_ORDER)[:, :, None] >> PLACES & 15, joined(ordered.flatten(1)))
+    assert join_codes(words.to("meta"), AWQ_ORDER).shape == (shape[0] // 8, 8 * shape[1])
+
+
+@pytest.mark.usefixtures("each_transpose")
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (3, 5), (8, 33)])
+@pytest.mark.parametrize("added", [0, 1])
+def test_codes_are_unpacked(shape: tuple[int, int], added: int) -> None:
+    words = random_words((shape[0], shape[1] + 3))[:, 3:]
+    codes = (words[:, :, None] >> PLACES) + added & 15
+    assert torch.equal(unpack_codes(words, range(8), added), codes.flatten(1).to(torch.uint8))
+    ordered = torch.empty_like(codes)
+    ordered[:, :, AWQ_ORDER] = codes
+    assert torch.equal(unpack_codes(words, AWQ_ORDER, added), ordered.flatten(1).to(torch.uint8))
+    assert unpack_codes(words.to("meta"), AWQ_ORDER).shape == (shape[0], 8 * shape[1])
 
 
 @pytest.mark.usefixtures("each_transpose")
@@ -116,9 +131,8 @@ def test_words_are_transposed(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_codes_are_put_in_order(shape: tuple[int, int], bits: int) -> None:
     """Also those of parts of longer rows."""
-    generator = torch.Generator().manual_seed(0)
-    words = torch.randint(-(1 << 31), 1 << 31, (shape[0], shape[1] + 3), generator=generator).to(torch.int32)[:, 3:]
-    order = torch.randperm(shape[0] * 32 // bits, generator=generator).int()
+    words = random_words((shape[0], shape[1] + 3))[:, 3:]
+    order = torch.randperm(shape[0] * 32 // bits, generator=torch.Generator().manual_seed(0)).int()
     places = torch.arange(0, 32, bits)[None, :, None]
     codes, ordered = (
         (each.long()[:, None] >> places & (1 << bits) - 1).flatten(0, 1)
@@ -127,6 +141,10 @@ def test_codes_are_put_in_order(shape: tuple[int, int], bits: int) -> None:
     assert torch.equal(ordered, codes[order.long()])
 
 
-def unpacked(codes: Tensor) -> Tensor:
-    """[rows, columns] -> the transpose, eight of a row together."""
-    return codes.t().reshape(codes.shape[1], codes.shape[0] // 8, 8)
+def random_words(shape: tuple[int, int]) -> Tensor:
+    return torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+
+
+def joined(codes: Tensor) -> Tensor:
+    """[8 n, m] -> eight of a column together: [n, m, 8]."""
+    return codes.unflatten(0, (-1, 8)).transpose(1, 2)

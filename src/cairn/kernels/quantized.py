@@ -26,7 +26,9 @@ class QuantizedWeight:
     weight = number * scale + minimum, in float32, each operation rounded once, and then rounded to the model's dtype.
 
     `codes`: uint8 [..., out, in], or [..., out, in / 2] where `bits` is 4 or 5, the first of two inputs in the lower
-    bits. `fifths`: the fifth bits of codes that have five, uint8 [..., out, in / 8], the first of eight in the lowest.
+    bits. As files have them they may also be int32 words of four such bytes, the first one lowest, or int8, the lowest
+    code -128: see `settled`. `fifths`: the fifth bits of codes that have five, uint8 [..., out, in / 8], the first of
+    eight in the lowest.
     `numbers`: what they stand for; of integers `zero` is subtracted, or `zeros`, uint8 [..., out, groups].
     `scales`: [..., out, groups] in any dtype that float() widens: floats, FP8 (e4m3, e8m0), whole numbers of 8 bits.
     `factors`: float32 [..., out, n], one for as many neighbouring groups each, that scales are multiplied with, or
@@ -52,6 +54,7 @@ class QuantizedWeight:
     @property
     def shape(self) -> torch.Size:
         *outer, width = self.codes.shape
+        width *= self.codes.itemsize
         return torch.Size((*outer, width if self.bits == 8 else 2 * width))
 
     @property
@@ -83,6 +86,16 @@ class QuantizedWeight:
         """With other tensors as `row_tensors`."""
         return replace(self, **tensors)
 
+    def settled(self) -> "QuantizedWeight":
+        """With codes in bytes from 0 on, and the numbers of each row one after the other: itself, if they are so."""
+        if self.codes.dtype == torch.uint8 and all(part.is_contiguous() for part in self.row_tensors().values()):
+            return self
+        whole = self.changed(torch.Tensor.contiguous)
+        if self.codes.dtype != torch.int8:
+            return replace(whole, codes=whole.codes.view(torch.uint8))
+        zeros = None if whole.zeros is None else _from_zero(whole.zeros)
+        return replace(whole, codes=_from_zero(whole.codes), zeros=zeros, zero=self.zero + 128)
+
     def to(self, device: torch.device) -> "QuantizedWeight":
         """On a device."""
         moved = self.changed(lambda part: part.to(device))
@@ -98,7 +111,7 @@ class QuantizedWeight:
         out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
         if out.is_meta:
             return out
-        rows, target = self.changed(lambda part: part.reshape(-1, part.shape[-1])), out.view(-1, self.shape[-1])
+        rows, target = self.settled().changed(lambda part: part.flatten(0, -2)), out.view(-1, self.shape[-1])
         # A few rows at a time, so that there is never a copy of the whole in float32.
         step = max(1, _NUMBERS_AT_A_TIME // max(1, self.shape[-1]))
         for begin in range(0, len(target), step):
@@ -121,7 +134,8 @@ class QuantizedWeight:
         scales, minimums = self.float_scales(), self.float_minimums()
         below = -scales * (self.zero if self.zeros is None else self.zeros.float())
         least = below if minimums is None else below + minimums
-        codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(-2)
+        stored = self.settled().codes
+        codes = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2)
         return Int4Weight(codes, scales, least, self.dtype)
 
     def float_scales(self) -> Tensor:
@@ -157,6 +171,12 @@ class QuantizedWeight:
 def as_bytes(part: Tensor) -> Tensor:
     """What has FP8 as its bytes, of which torch can put parts together and pick some on every device."""
     return part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part
+
+
+def _from_zero(codes: Tensor) -> Tensor:
+    """int8 -> uint8, 128 more."""
+    # For the meta device torch imports its compiler, which makes a folder in /tmp.
+    return codes.view(torch.uint8) if codes.is_meta else codes.view(torch.uint8) ^ 128
 
 
 _PER_ROW = ("codes", "scales", "zeros", "factors", "minimums", "minimum_factors", "fifths")

@@ -28,12 +28,12 @@ def runs_of(parts: Sequence[WeightRows]) -> list[list[WeightRows]]:
 
 def join_rows(parts: Sequence[WeightRows]) -> tuple[WeightRows, ...]:
     """The rows of several weights one after the other: neighbours of one kind become one part."""
-    return tuple(run[0] if len(run) == 1 else _combine(torch.cat, run) for run in runs_of(parts))
+    return tuple(run[0] if len(run) == 1 else _combine(_cat, run) for run in runs_of(parts))
 
 
 def stack_experts(matrices: Sequence[WeightRows]) -> WeightRows | None:
     """A matrix [out, in] of each expert as a stack [E, out, in]; None where they are not all of one kind."""
-    return _combine(torch.stack, matrices) if len({kind_of(matrix) for matrix in matrices}) == 1 else None
+    return _combine(_stack, matrices) if len({kind_of(matrix) for matrix in matrices}) == 1 else None
 
 
 def dequantize_rows(parts: Sequence[WeightRows]) -> Tensor:
@@ -47,6 +47,19 @@ def kind_of(part: WeightRows) -> object:
     if isinstance(part, Fp8Weight):
         return part.dtype, part.scales.shape[-1]
     return part.kind if isinstance(part, QuantizedWeight) else "plain"
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return torch.cat([part.mT for part in parts], dim=-1).mT if _lie_across(parts) else torch.cat(parts)
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    return torch.stack([part.mT for part in parts]).mT if _lie_across(parts) else torch.stack(parts)
+
+
+def _lie_across(parts: list[Tensor]) -> bool:
+    """Whether the rows of all lie side by side, as in some files: copied number by number torch takes much longer."""
+    return all(part.dim() == 2 and part.stride(0) == 1 < part.stride(1) for part in parts)
 
 
 def _combine(function: Callable[[list[Tensor]], Tensor], parts: Sequence[WeightRows]) -> WeightRows:

@@ -1,6 +1,6 @@
 """Blocks of ggml's quantized numbers taken apart into codes, scales and factors, as GGUF files have them side by side.
 
-Words of eight bytes at a time, wherever they lie: eight codes of four bits are as many operations as one.
+Words of eight bytes at a time, or vectors, wherever they lie: eight codes of four bits are as many operations as one.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cairn.kernels.cpu.compiled import BF16, F32, INT, U8, Kernel, jit, kernel, record
 from cairn.kernels.cpu.scalars import advance, load_word, store_word, widen_half
+from cairn.kernels.cpu.vectors import collect_bits, split_nibbles_16, split_nibbles_32
 
 _BYTE_RATE = 4
 """Of blocks, that one thread takes apart in a nanosecond."""
@@ -20,11 +21,8 @@ _BITS_4 = np.uint64(0x0F0F0F0F0F0F0F0F)
 _BITS_2 = np.uint64(0x0303030303030303)
 _BITS_6 = np.uint64(0x3F3F3F3F)
 _SIGNS = np.uint64(0x8080808080808080)
-_EVEN_BYTES, _EVEN_PAIRS = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0000FFFF0000FFFF)
 _HALF = np.uint64(0xFFFFFFFF)
-_SQUARE_1, _SQUARE_2 = np.uint64(0x00AA00AA00AA00AA), np.uint64(0x0000CCCC0000CCCC)
-_SQUARE_4 = np.uint64(0x00000000F0F0F0F0)
-_1, _2, _4, _6, _7, _8, _14, _16, _28, _32 = map(np.uint64, (1, 2, 4, 6, 7, 8, 14, 16, 28, 32))
+_4, _6, _32 = map(np.uint64, (4, 6, 32))
 
 
 class CodePlaces(NamedTuple):
@@ -36,34 +34,6 @@ class CodePlaces(NamedTuple):
     fifths: Any
     factors: Any
     minimum_factors: Any
-
-
-@jit
-def _with_neighbours(word: Any) -> Any:
-    """Eight bytes with a code of four bits each -> four with two each, the first in the lower bits."""
-    pairs = (word | word >> _4) & _EVEN_BYTES
-    quads = (pairs | pairs >> _8) & _EVEN_PAIRS
-    return np.uint32(quads | quads >> _16)
-
-
-@jit
-def _split_nibbles(source: Any, codes: Any, length: int) -> None:
-    """Bytes of which the lower bits are the first half of their codes -> two neighbours a byte."""
-    for j in range(0, length, 8):
-        word = load_word(source, j)
-        store_word(codes, j // 2, _with_neighbours(word & _BITS_4))
-        store_word(codes, (length + j) // 2, _with_neighbours(word >> _4 & _BITS_4))
-
-
-@jit
-def _transpose_bits(square: Any) -> Any:
-    """Eight rows of eight bits (Warren, Hacker's Delight, section 7-3)."""
-    changed = (square ^ square >> _7) & _SQUARE_1
-    square = square ^ changed ^ changed << _7
-    changed = (square ^ square >> _14) & _SQUARE_2
-    square = square ^ changed ^ changed << _14
-    changed = (square ^ square >> _28) & _SQUARE_4
-    return square ^ changed ^ changed << _28
 
 
 @jit
@@ -115,7 +85,7 @@ def _take_32(begin: int, end: int, source: Any, row: int, blocks: int, size: int
                 out.minimums[number] = _half_at(block, 2)
             if has_fifths:
                 store_word(out.fifths, 4 * number, np.uint32(load_word(block, size - 20)))
-            _split_nibbles(advance(block, size - 16), advance(out.codes, 16 * number), 16)
+            split_nibbles_16(advance(block, size - 16), advance(out.codes, 16 * number))
 
 
 @kernel({"blocks": (U8, INT, INT, INT, _BYTES)})
@@ -126,12 +96,9 @@ def _take_q4_k(begin: int, end: int, source: Any, row: int, blocks: int, size: i
             block, number = advance(source, item * row + j * size), item * blocks + j
             _two_levels(block, number, out)
             if size > 144:
-                for k in range(4):
-                    square = _transpose_bits(load_word(block, 16 + 8 * k))
-                    for group in range(8):
-                        out.fifths[32 * number + 4 * group + k] = np.uint8(square >> np.uint64(8 * group))
+                collect_bits(advance(block, 16), advance(out.fifths, 32 * number))
             for k in range(0, 128, 32):
-                _split_nibbles(advance(block, size - 128 + k), advance(out.codes, 128 * number + k), 32)
+                split_nibbles_32(advance(block, size - 128 + k), advance(out.codes, 128 * number + k))
 
 
 @kernel({"blocks": (U8, INT, INT, INT, _BYTES)})

@@ -114,21 +114,25 @@ def pack_codes(parts: Sequence[QuantizedWeight]) -> PackedCodes | CodedRows:
         step_work().add_weight(num_bytes, "rows")
         (joined,) = join_rows(parts)
         assert isinstance(joined, QuantizedWeight)
-        return CodedRows(joined.changed(torch.clone) if joined is weight and HAS_CODES else joined)
+        settled = joined.settled()
+        return CodedRows(settled.changed(torch.clone) if joined is weight and HAS_CODES else settled)
     *outer, outputs, inputs = *weight.shape[:-2], sum(part.shape[-2] for part in parts), weight.shape[-1]
     unit = 32 if HAS_AMX else whole
     words = -(-inputs // unit) * unit // in_word(form)
     step_work().add_weight(num_bytes, "codes panels")
+    below_zero = weight.codes.dtype == torch.int8
     return PackedCodes(
         shape=torch.Size((*outer, outputs, inputs)),
         dtype=weight.dtype,
-        matrices=_stack_panels([part.codes for part in parts], torch.int32, words).unbind(),
+        matrices=_stack_panels([part.codes for part in parts], torch.int32, words, below_zero).unbind(),
         form=form,
         group=weight.group,
         scales=_pack_factors([part.scales for part in parts], [part.factors for part in parts]),
         divides=weight.divides,
-        zero=weight.zero,
-        zeros=None if weight.zeros is None else _stack_panels([part.zeros for part in parts]),
+        zero=weight.zero + 128 * below_zero,
+        zeros=None
+        if weight.zeros is None
+        else _stack_panels([part.zeros for part in parts], torch.uint8, flips=below_zero),
         minimums=None
         if weight.minimums is None
         else _pack_factors([part.minimums for part in parts], [part.minimum_factors for part in parts]),
@@ -190,17 +194,20 @@ def _table_of(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
-def _stack_panels(parts: Sequence[Tensor | None], dtype: torch.dtype | None = None, lines: int | None = None) -> Tensor:
+def _stack_panels(
+    parts: Sequence[Tensor | None], dtype: torch.dtype | None = None, lines: int | None = None, flips: bool = False
+) -> Tensor:
     """The rows [..., out, n] of all parts, in words of their dtype or another one -> [E, panels, lines, 32]. `lines`:
-    None for as many as there are words of a row."""
+    None for as many as there are words of a row. `flips`: see `fill_panels`."""
     given = _some(parts)
-    matrices = [given] if given[0].dim() == 2 else [[matrix] for part in given for matrix in part]
-    dtype, row = dtype or given[0].dtype, matrices[0][0][0]
-    panels = -(-sum(len(part) for part in matrices[0]) // PANEL)
-    lines = row.nbytes // dtype.itemsize if lines is None else lines
+    *outer, _, width = given[0].shape
+    matrices = [list(each) for each in zip(*given, strict=True)] if outer else [given]
+    dtype, num_bytes = dtype or given[0].dtype, width * given[0].itemsize
+    panels = -(-sum(part.shape[-2] for part in given) // PANEL)
+    lines = num_bytes // dtype.itemsize if lines is None else lines
     stack = weight_memory().empty((len(matrices), panels, lines, PANEL), dtype)
-    for packed, rows in zip(stack, matrices, strict=True):
-        fill_panels(rows, packed)
+    for packed, rows in zip(stack.unbind(), matrices, strict=True):
+        fill_panels(rows, packed, flips)
     return stack
 
 

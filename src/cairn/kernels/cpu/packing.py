@@ -1,10 +1,11 @@
 """Rows of weights laid out in panels: what 32 outputs have in one place, side by side.
 
-Rows are read where they lie, which may be a file that is mapped into memory, and each is written once, to where it
-stays: those of several weights that become one are not joined before.
+Rows are read where they lie, which may be a file that is mapped into memory, one after the other or across, and each is
+written once, to where it stays: those of several weights that become one are not joined before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,35 +19,57 @@ from cairn.kernels.cpu.vectors import LANES, transpose_16
 _COPY_RATE = 4
 """Bytes that one thread lays out in a nanosecond."""
 
+_PANELS_AT_A_TIME = 4
+"""Of rows side by side: lines that are read are longer than those that are written."""
 
-def fill_panels(parts: Sequence[Tensor], panels: Tensor) -> None:
+_SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
+"""By the bytes of a word, the highest bit of each of its bytes."""
+
+
+def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) -> None:
     """The rows of `parts`, each [rows, n] of one n, one after the other, into `panels` [panels, lines, 32, ...], of any
     dtypes, contiguous, whose words are what is behind the third dimension, of 1, 2 or 4 bytes. Zeros go to where there
-    are no more words of a row, or no more rows."""
+    are no more words of a row, or no more rows. `flips`: the highest bit of each byte is another one then, which makes
+    bytes from 0 on of int8."""
     count, lines = panels.shape[:2]
     word, row_bytes = panels.stride(2) * panels.itemsize, parts[0].shape[1] * parts[0].itemsize
-    columns, first = -(-row_bytes // word), 0
+    columns, first, flipped = -(-row_bytes // word), 0, _SIGNS[word] if flips else 0
     for part in parts:
         rows = part.shape[0]
+        is_across = part.stride(0) == 1 and part.itemsize == word and part.stride(1) >= rows > 1
         if row_bytes % word:
             part = F.pad(part, (0, (columns * word - row_bytes) // part.itemsize))
-        elif part.stride(1) != 1 or part.stride(0) * part.itemsize % word:
+        elif not is_across and (part.stride(1) != 1 or part.stride(0) * part.itemsize % word):
             part = part.contiguous()
         if part.numel():
-            arguments = part.data_ptr(), part.stride(0) * part.itemsize // word, first, rows, columns
             num_panels = (first + rows - 1) // PANEL - first // PANEL + 1
-            _fill_panels[word](num_panels, part.nbytes // _COPY_RATE, *arguments, panels.data_ptr(), lines)
+            place = part.nbytes // _COPY_RATE, part.data_ptr()
+            if is_across:
+                items = -(-num_panels // _PANELS_AT_A_TIME)
+                _fill_across[word](
+                    items, *place, part.stride(1), first, rows, columns, flipped, panels.data_ptr(), lines
+                )
+            else:
+                row = part.stride(0) * part.itemsize // word
+                _fill_panels[word](num_panels, *place, row, first, rows, columns, flipped, panels.data_ptr(), lines)
         first += rows
-    panels[:, columns:] = 0
+    if columns < lines:
+        panels[:, columns:] = 0
     if first < count * PANEL:
         panels[first // PANEL, :, first % PANEL :] = 0
 
 
-@kernel({word: (kind, INT, INT, INT, INT, kind, INT) for word, kind in ((4, I32), (2, BF16), (1, U8))})
+_FILLS: Mapping[Hashable, Any] = MappingProxyType(
+    {word: (kind, INT, INT, INT, INT, INT, kind, INT) for word, kind in ((4, I32), (2, BF16), (1, U8))}
+)
+
+
+@kernel(_FILLS)
 def _fill_panels(
-    begin: int, end: int, source: Any, row: int, first: int, rows: int, columns: int, panels: Any, lines: int
-) -> None:
-    """Items are the panels that the rows [first, first + rows) are in."""
+    begin: int, end: int, source: Any, row: int, first: int, rows: int, columns: int, flipped: int, panels: Any,
+    lines: int,
+) -> None:  # fmt: skip
+    """Items are the panels that the rows [first, first + rows) are in. `flipped`: bits of each word."""
     for item in range(begin, end):
         panel = first // PANEL + item
         top, bottom = max(first, panel * PANEL), min(first + rows, (panel + 1) * PANEL)
@@ -61,3 +84,27 @@ def _fill_panels(
         for column in range(columns):
             for lane in range(tall if column < wide else 0, height):
                 target[column * PANEL + lane] = part[lane * row + column]
+        if flipped:
+            for column in range(columns):
+                for lane in range(height):
+                    target[column * PANEL + lane] ^= flipped
+
+
+@kernel(_FILLS)
+def _fill_across(
+    begin: int, end: int, source: Any, line: int, first: int, rows: int, columns: int, flipped: int, panels: Any,
+    lines: int,
+) -> None:  # fmt: skip
+    """As `_fill_panels` of rows side by side, each next word of them `line` words on. Items are a few panels."""
+    top, bottom = first // PANEL, (first + rows - 1) // PANEL + 1
+    for item in range(begin, end):
+        begin_panel = top + item * _PANELS_AT_A_TIME
+        end_panel = min(bottom, begin_panel + _PANELS_AT_A_TIME)
+        for column in range(columns):
+            words = advance(source, column * line)
+            for panel in range(begin_panel, end_panel):
+                low, high = max(first, panel * PANEL), min(first + rows, (panel + 1) * PANEL)
+                target = advance(panels, (panel * lines + column) * PANEL + low - panel * PANEL)
+                part = advance(words, low - first)
+                for lane in range(high - low):
+                    target[lane] = part[lane] ^ flipped

@@ -1,5 +1,5 @@
-"""Transposes of matrices of words, and of codes of four bits in their words, as checkpoints have some across; and codes
-brought into another order."""
+"""Matrices of words of codes, as checkpoints have some across, transposed, joined along rows and brought into another
+order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.kernels.cpu.compiled import I32, I64, INT, kernel
+from cairn.kernels.cpu.compiled import I32, I64, INT, U8, kernel
 from cairn.kernels.cpu.huge_pages import passing_memory
 from cairn.kernels.cpu.scalars import advance
-from cairn.kernels.cpu.vectors import LANES, pointer_to, transpose_16, transpose_nibbles
+from cairn.kernels.cpu.vectors import (
+    LANES,
+    gather_codes_4,
+    gather_codes_8,
+    pointer_to,
+    transpose_16,
+    transpose_nibbles,
+    weave_lines,
+)
 
 _WORD_RATE = 1
 """Words that one thread transposes in a nanosecond."""
@@ -34,16 +42,29 @@ def transpose_words(words: Tensor) -> Tensor:
     return out
 
 
-def transpose_codes(words: Tensor, order: Sequence[int]) -> Tensor:
-    """int32 [8 n, m], rows contiguous, of 8 m codes -> [8 m, n]. `order`: of the columns in a word, from its lowest
-    bits on."""
+def join_codes(words: Tensor, order: Sequence[int]) -> Tensor:
+    """int32 [8 n, m], rows contiguous, of the codes of 8 m columns -> [n, 8 m], of eight rows'. `order`: of the columns
+    in a word, from its lowest bits on."""
     height, width = words.shape
-    out = passing_memory().empty((_CODES * width, height // _CODES), torch.int32)
-    columns, items = torch.tensor(order), -(-width // LANES)
-    _transpose_codes["words"](
-        items, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), height // _CODES, width,
-        columns.data_ptr(), out.data_ptr(),
+    blocks = height // _CODES
+    out = passing_memory().empty((blocks, _CODES * width), torch.int32)
+    columns = torch.tensor(order)
+    places = columns.argsort()
+    _join_codes["words"](
+        blocks, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), width, columns.data_ptr(),
+        places.data_ptr(), out.data_ptr(),
     )  # fmt: skip
+    return out
+
+
+def unpack_codes(words: Tensor, order: Sequence[int], added: int) -> Tensor:
+    """int32 [n, m], rows contiguous -> codes of four bits plus `added`, modulo 16, uint8 [n, 8 m]. `order`: of the
+    columns in a word, from its lowest bits on."""
+    height, width = words.shape
+    out, columns = torch.empty((height, _CODES * width), dtype=torch.uint8), torch.tensor(order)
+    _unpack_codes["words"](
+        height, words.numel(), words.data_ptr(), words.stride(0), width, columns.data_ptr(), added, out.data_ptr()
+    )
     return out
 
 
@@ -51,7 +72,7 @@ def order_codes(words: Tensor, order: Tensor, bits: int) -> Tensor:
     """int32 [n, m], rows contiguous, of whose columns each has 32 / bits n codes, from the lowest bits of the first row
     on -> codes `order` of each column, int64."""
     height, width = words.shape
-    out, places = passing_memory().empty((height, width), torch.int32).zero_(), order.long()
+    out, places = passing_memory().empty((height, width), torch.int32), order.long()
     items = -(-width // _ORDERED_AT_A_TIME)
     _order_codes["words"](
         items, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), height, width, places.data_ptr(), bits,
@@ -74,52 +95,62 @@ def _transpose_words(begin: int, end: int, source: Any, row: int, height: int, w
                 out[column * height + top] = source[top * row + column]
 
 
-@kernel({"words": (I32, INT, INT, INT, I64, I32)})
-def _transpose_codes(
-    begin: int, end: int, source: Any, row: int, blocks: int, width: int, order: Any, out: Any
-) -> None:
-    """Items are 16 columns of words, of which the last one may have fewer. Of 16 blocks of 8 rows all codes are
-    transposed in their words, and then the words of each of eight columns."""
-    buffer = np.empty(_CODES * LANES * LANES, np.int32)
+@kernel({"words": (I32, INT, INT, I64, I64, I32)})
+def _join_codes(begin: int, end: int, source: Any, row: int, width: int, order: Any, places: Any, out: Any) -> None:
+    """Items are blocks of eight rows. Of 16 columns of words all codes are transposed in their words, and then the
+    words of each column put side by side. `places`: the inverse of `order`."""
+    buffer = np.empty(_CODES * LANES, np.int32)
     squares = pointer_to(buffer)
+    wide = width // LANES * LANES
     for item in range(begin, end):
-        first = item * LANES
-        columns = min(LANES, width - first)
-        tall = blocks // LANES * LANES if columns == LANES else 0
-        for top in range(0, tall, LANES):
-            for block in range(LANES):
-                rows = advance(source, (top + block) * _CODES * row + first)
-                transpose_nibbles(rows, row, advance(squares, block * LANES), LANES * LANES)
+        rows, target = advance(source, item * _CODES * row), advance(out, item * _CODES * width)
+        for first in range(0, wide, LANES):
+            transpose_nibbles(advance(rows, first), row, squares, LANES)
+            weave_lines(squares, places, advance(target, first * _CODES))
+        for column in range(wide, width):
             for place in range(_CODES):
-                target = advance(out, (_CODES * first + order[place]) * blocks + top)
-                transpose_16(advance(squares, place * LANES * LANES), LANES, target, _CODES * blocks)
-        for column in range(first, first + columns):
-            for block in range(tall, blocks):
-                for place in range(_CODES):
-                    word = np.uint32(0)
-                    for j in range(_CODES):
-                        code = np.uint32(source[(block * _CODES + j) * row + column]) >> np.uint32(4 * place)
-                        word |= (code & np.uint32(15)) << np.uint32(4 * j)
-                    out[(_CODES * column + order[place]) * blocks + block] = np.int32(word)
+                word = np.uint32(0)
+                for j in range(_CODES):
+                    code = np.uint32(rows[j * row + column]) >> np.uint32(4 * place)
+                    word |= (code & np.uint32(15)) << np.uint32(4 * j)
+                target[column * _CODES + order[place]] = np.int32(word)
     buffer[0] = 0
+
+
+@kernel({"words": (I32, INT, INT, I64, INT, U8)})
+def _unpack_codes(begin: int, end: int, source: Any, row: int, width: int, order: Any, added: int, out: Any) -> None:
+    """Items are rows."""
+    for item in range(begin, end):
+        for column in range(width):
+            word = np.uint32(source[item * row + column])
+            target = advance(out, (item * width + column) * _CODES)
+            for place in range(_CODES):
+                target[order[place]] = np.uint8(((word >> np.uint32(4 * place)) + np.uint32(added)) & np.uint32(15))
 
 
 @kernel({"words": (I32, INT, INT, INT, I64, INT, I32)})
 def _order_codes(
     begin: int, end: int, source: Any, row: int, height: int, width: int, order: Any, bits: int, out: Any
 ) -> None:
-    """Items are 64 columns, of which the last one may have fewer. `out` is zero before."""
+    """Items are 64 columns, of which the last one may have fewer."""
     in_word = 32 // bits
     kept = np.uint32((1 << bits) - 1)
     for item in range(begin, end):
         first = item * _ORDERED_AT_A_TIME
         columns = min(_ORDERED_AT_A_TIME, width - first)
+        wide = columns // LANES * LANES
         for line in range(height):
-            target = advance(out, line * width + first)
-            for place in range(in_word):
-                number = np.uint64(order[line * in_word + place])
-                words = advance(source, np.int64(number // np.uint64(in_word)) * row + first)
-                down, up = np.uint32(bits * np.int64(number % np.uint64(in_word))), np.uint32(bits * place)
-                for column in range(columns):
-                    code = np.uint32(words[column]) >> down & kept
-                    target[column] = np.int32(np.uint32(target[column]) | code << up)
+            target, numbers = advance(out, line * width + first), advance(order, line * in_word)
+            words = advance(source, first)
+            if bits == 4:
+                gather_codes_4(words, row, numbers, target, wide)
+            else:
+                gather_codes_8(words, row, numbers, target, wide)
+            for column in range(wide, columns):
+                word = np.uint32(0)
+                for place in range(in_word):
+                    number = np.uint64(numbers[place])
+                    at = np.int64(number // np.uint64(in_word)) * row + column
+                    down = np.uint32(bits * np.int64(number % np.uint64(in_word)))
+                    word |= (np.uint32(words[at]) >> down & kept) << np.uint32(bits * place)
+                target[column] = np.int32(word)

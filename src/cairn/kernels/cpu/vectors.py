@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from cairn.kernels.cpu.compiled import BF16, F32, I32, U8, intrinsic, jit
+from cairn.kernels.cpu.compiled import BF16, F32, I32, I64, U8, intrinsic, jit
 from cairn.kernels.cpu.features import cpu_features
 from cairn.kernels.cpu.scalars import advance
 
@@ -189,6 +189,154 @@ def transpose_nibbles(typingctx: Any, source: Any, row: Any, target: Any, line: 
         return context.get_dummy_value()
 
     return types.void(I32, types.int64, I32, types.int64), code
+
+
+@intrinsic
+def weave_lines(typingctx: Any, lines: Any, places: Any, target: Any) -> Any:
+    """Of 8 lines of 16 words, one after the other, the first words of all, then the second ones, and so on, 128 words.
+    `places`: pointer to the lines' numbers in the order in which their words follow each other."""
+
+    def write(builder: Any, function: Any) -> None:
+        lines, places, target = function.args
+        words = ir.VectorType(ir.IntType(32), LANES)
+
+        def line(number: int) -> Any:
+            place = builder.load(builder.gep(places, [ir.Constant(_I64, number)]))
+            at = builder.gep(lines, [builder.mul(place, ir.Constant(_I64, LANES))])
+            return builder.load(builder.bitcast(at, words.as_pointer()), align=4)
+
+        runs = [[line(number)] for number in range(8)]
+        while len(runs) > 1:
+            half = len(runs) // 2
+            runs = [
+                [part for pair in zip(runs[n], runs[n + half], strict=True) for part in _alternate(builder, *pair)]
+                for n in range(half)
+            ]
+        for number, each in enumerate(runs[0]):
+            at = builder.gep(target, [ir.Constant(_I64, number * LANES)])
+            builder.store(each, builder.bitcast(at, words.as_pointer()), align=4)
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        call_shared(builder, "cairn.weave_lines", args, write)
+        return context.get_dummy_value()
+
+    return types.void(I32, I64, I32), code
+
+
+def _alternate(builder: Any, first: Any, second: Any) -> tuple[Any, Any]:
+    """The lanes of both by turns, in two vectors."""
+    lanes = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
+    return _shuffle(builder, first, second, lanes[:LANES]), _shuffle(builder, first, second, lanes[LANES:])
+
+
+def _gather_codes(bits: int) -> Any:
+    """The function for codes of so many bits."""
+    in_word = 32 // bits
+
+    def write(builder: Any, function: Any) -> None:
+        source, row, numbers, target, count = function.args
+        words = ir.VectorType(ir.IntType(32), LANES)
+
+        def splat(value: int) -> Any:
+            return ir.Constant(words, [value] * LANES)
+
+        def at(pointer: Any, index: Any) -> Any:
+            return builder.bitcast(builder.gep(pointer, [index]), words.as_pointer())
+
+        rows, shifts = [], []
+        for place in range(in_word):
+            number = builder.load(builder.gep(numbers, [ir.Constant(_I64, place)]))
+            line = builder.lshr(number, ir.Constant(_I64, in_word.bit_length() - 1))
+            rows.append(builder.gep(source, [builder.mul(line, row)]))
+            inside = builder.and_(number, ir.Constant(_I64, in_word - 1))
+            shift = builder.trunc(builder.mul(inside, ir.Constant(_I64, bits)), ir.IntType(32))
+            shifts.append(everywhere(builder, shift, words))
+        first, step = ir.Constant(_I64, 0), ir.Constant(_I64, LANES)
+        with cgutils.for_range_slice(builder, first, count, step, _I64) as (column, _):
+            joined = splat(0)
+            for place in range(in_word):
+                code = builder.lshr(builder.load(at(rows[place], column), align=4), shifts[place])
+                kept = builder.and_(code, splat((1 << bits) - 1))
+                joined = builder.or_(joined, builder.shl(kept, splat(bits * place)))
+            builder.store(joined, at(target, column), align=4)
+
+    @intrinsic
+    def gather(typingctx: Any, source: Any, row: Any, numbers: Any, target: Any, count: Any) -> Any:
+        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            call_shared(builder, f"cairn.gather_codes.{bits}", args, write)
+            return context.get_dummy_value()
+
+        return types.void(I32, types.int64, I64, I32, types.int64), code
+
+    return gather
+
+
+gather_codes_4 = _gather_codes(4)
+"""(source, row, numbers, target, count): of `count` columns, a multiple of 16, of words of eight codes of four bits
+each, rows `row` words apart, a word of the codes with these eight numbers, counted down a column."""
+
+gather_codes_8 = _gather_codes(8)
+"""The same of words of four codes of eight bits."""
+
+
+def _split_nibbles(length: int) -> Any:
+    """The function for so many bytes."""
+
+    def write(builder: Any, function: Any) -> None:
+        source, target = function.args
+        pairs, single = (ir.VectorType(ir.IntType(bits), length // 2) for bits in (16, 8))
+        word = builder.load(builder.bitcast(source, pairs.as_pointer()), align=1)
+
+        def shifted(value: Any, by: int) -> Any:
+            return builder.lshr(value, ir.Constant(pairs, [by] * (length // 2)))
+
+        for number in range(2):
+            kept = builder.and_(shifted(word, 4 * number), ir.Constant(pairs, [0x0F0F] * (length // 2)))
+            joined = builder.trunc(builder.or_(kept, shifted(kept, 4)), single)
+            at = builder.gep(target, [ir.Constant(_I64, number * length // 2)])
+            builder.store(joined, builder.bitcast(at, single.as_pointer()), align=1)
+
+    @intrinsic
+    def split(typingctx: Any, source: Any, target: Any) -> Any:
+        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            call_shared(builder, f"cairn.split_nibbles.{length}", args, write)
+            return context.get_dummy_value()
+
+        return types.void(U8, U8), code
+
+    return split
+
+
+split_nibbles_16 = _split_nibbles(16)
+"""(source, target): 16 bytes of which the lower bits are the first half of their codes become two neighbours a byte."""
+
+split_nibbles_32 = _split_nibbles(32)
+"""The same for 32 bytes."""
+
+
+@intrinsic
+def collect_bits(typingctx: Any, source: Any, target: Any) -> Any:
+    """32 bytes: the lowest bits of all of them become the first four, the next ones the next four, and so on."""
+
+    def write(builder: Any, function: Any) -> None:
+        source, target = function.args
+        words, single = ir.VectorType(_I64, 4), ir.VectorType(ir.IntType(8), 32)
+        square = builder.load(builder.bitcast(source, words.as_pointer()), align=1)
+        # Four squares of eight rows of eight bits are transposed (Warren, Hacker's Delight, section 7-3).
+        for distance, mask in ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)):
+            by, kept = (ir.Constant(words, [value] * 4) for value in (distance, mask))
+            changed = builder.and_(builder.xor(square, builder.lshr(square, by)), kept)
+            square = builder.xor(builder.xor(square, changed), builder.shl(changed, by))
+        lanes = [8 * (lane % 4) + lane // 4 for lane in range(32)]
+        rows = builder.bitcast(square, single)
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), 32), lanes)
+        builder.store(builder.shuffle_vector(rows, rows, mask), builder.bitcast(target, single.as_pointer()), align=1)
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        call_shared(builder, "cairn.collect_bits", args, write)
+        return context.get_dummy_value()
+
+    return types.void(U8, U8), code
 
 
 @intrinsic

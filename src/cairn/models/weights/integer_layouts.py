@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
 
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from cairn.errors import ModelError
 from cairn.kernels.quantized import QuantizedWeight
-from cairn.models.weights.compiled_loops import passing_tensor
 from cairn.models.weights.packed_layouts import FLOATS, Coding, PackedLayout, Read, Wanted, divided
-from cairn.models.weights.transposes import order_codes, transpose_codes, transpose_words
+from cairn.models.weights.transposes import join_codes, order_codes, transpose_words, unpack_codes
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs of a word, from its lowest bits on."""
+
+_IN_ORDER = tuple(range(8))
 
 
 class _Words(PackedLayout):
@@ -59,16 +61,16 @@ class CompressedIntegers(_Words):
             packed = read("weight_zero_point", (divided(rows, coding.in_word), divided(columns, coding.group)))
             zeros = _unpack(packed.t(), coding.bits).t()[: words.shape[0]]
         if "weight_g_idx" in roles:
-            order = _order(read("weight_g_idx", (columns,)), coding, "weight_g_idx")
+            order = _order(read("weight_g_idx", (columns,)), coding, f"{self.format}: weight_g_idx")
         if order is not None:
-            words = transpose_words(order_codes(transpose_words(words), order, coding.bits))
+            words = order_codes(transpose_words(words), order, coding.bits).t()
         return QuantizedWeight(
-            _bytes_of(words),
+            words,
             _read_scales(read, "weight_scale", coding, place),
             dtype,
             coding.bits,
             zero=1 << (coding.bits - 1),
-            zeros=None if zeros is None else zeros.contiguous(),
+            zeros=zeros,
             order=order,
         )
 
@@ -98,14 +100,9 @@ class CompressedBytes(PackedLayout):
         self, read: Read, coding: Coding, place: tuple[slice, ...], roles: Sequence[str], dtype: torch.dtype
     ) -> QuantizedWeight:
         """See `PackedLayout`."""
-        stored, zeros = read("weight", place).view(torch.uint8), None
-        codes = passing_tensor(tuple(stored.shape), torch.uint8, stored.device)
-        if not stored.is_meta:  # for which torch imports its compiler, which makes a folder in /tmp
-            torch.bitwise_xor(stored, 128, out=codes)
-        if "weight_zero_point" in roles:
-            zeros = _read_scales(read, "weight_zero_point", coding, place).view(torch.uint8) ^ 128
+        zeros = _read_scales(read, "weight_zero_point", coding, place) if "weight_zero_point" in roles else None
         scales = _read_scales(read, "weight_scale", coding, place)
-        return QuantizedWeight(codes, scales, dtype, bits=8, zero=128, zeros=zeros)
+        return QuantizedWeight(read("weight", place), scales, dtype, bits=8, zeros=zeros)
 
 
 class AwqWords(_Words):
@@ -130,10 +127,9 @@ class AwqWords(_Words):
         """See `PackedLayout`."""
         (rows, columns), groups = place, divided(place[1], coding.group)
         words = divided(rows, coding.in_word)
-        codes = transpose_codes(read("qweight", (columns, words)), _AWQ_ORDER)
-        zeros = _in_awq_order(_unpack(read("qzeros", (groups, words)), coding.bits)).t()
-        scales = read("scales", (groups, rows)).t().contiguous()
-        return QuantizedWeight(codes.view(torch.uint8), scales, dtype, zeros=zeros.contiguous())
+        codes = join_codes(read("qweight", (columns, words)), _AWQ_ORDER)
+        zeros = unpack_codes(read("qzeros", (groups, words)), _AWQ_ORDER)
+        return QuantizedWeight(codes.t(), read("scales", (groups, rows)).t(), dtype, zeros=zeros.t())
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +156,16 @@ class GptqWords(_Words):
         """See `PackedLayout`."""
         (rows, columns), groups = place, divided(place[1], coding.group)
         words = read("qweight", (divided(columns, coding.in_word), rows))
-        order = _order(read("g_idx", (columns,)), coding, "g_idx") if "g_idx" in roles else None
-        codes = _bytes_of(transpose_words(words if order is None else order_codes(words, order, coding.bits)))
-        zeros = _unpack(read("qzeros", (groups, divided(rows, coding.in_word))), coding.bits).t()
-        if self.zeros_less_one:
-            zeros = (zeros + 1) & ((1 << coding.bits) - 1)
-        scales = read("scales", (groups, rows)).t().contiguous()
-        return QuantizedWeight(codes, scales, dtype, coding.bits, zeros=zeros.contiguous(), order=order)
+        order = _order(read("g_idx", (columns,)), coding, f"{self.format}: g_idx") if "g_idx" in roles else None
+        codes = words if order is None else order_codes(words, order, coding.bits)
+        packed = read("qzeros", (groups, divided(rows, coding.in_word)))
+        if coding.bits == 4:
+            zeros = unpack_codes(packed, _IN_ORDER, int(self.zeros_less_one))
+        else:
+            zeros = _bytes_of(packed) + int(self.zeros_less_one)
+        return QuantizedWeight(
+            codes.t(), read("scales", (groups, rows)).t(), dtype, coding.bits, zeros=zeros.t(), order=order
+        )
 
 
 def _scales(coding: Coding) -> Wanted:
@@ -178,10 +177,10 @@ def _read_scales(read: Read, role: str, coding: Coding, place: tuple[slice, ...]
     """[rows, groups], whichever of the shapes of `_scales` they have."""
     rows, columns = place
     if coding.groups > 1:
-        return read(role, (rows, divided(columns, coding.group))).contiguous()
+        return read(role, (rows, divided(columns, coding.group)))
     scales = read(role, ()).reshape(-1, 1)
     whole = scales.expand(coding.outputs, 1) if scales.shape[0] == 1 else scales
-    return whole[rows].contiguous()
+    return whole[rows]
 
 
 def _bytes_of(words: Tensor) -> Tensor:
@@ -198,18 +197,21 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1) if bits == 4 else codes
 
 
-def _in_awq_order(codes: Tensor) -> Tensor:
-    """[n, outputs] as they lie in words, those of even outputs first -> in the order of outputs."""
-    return codes.reshape(codes.shape[0], -1, 2, 4).transpose(2, 3).flatten(1)
-
-
-def _order(groups: Tensor, coding: Coding, role: str) -> Tensor | None:
+def _order(groups: Tensor, coding: Coding, label: str) -> Tensor | None:
     """The order of inputs in which each group's lie together, given the group of each input; None for the stored order.
     Raises ModelError where groups are not all of one size."""
-    if groups.is_meta or groups.numel() == 0 or bool((groups == -1).any()):
+    if groups.is_meta or groups.numel() == 0:
+        return None
+    wanted = _groups_in_order(coding.inputs, coding.group, groups.dtype, groups.device)
+    if torch.equal(groups, wanted) or bool((groups == -1).any()):
         return None
     order = groups.argsort(stable=True).int()
-    wanted = torch.arange(coding.inputs, device=groups.device) // coding.group
-    if not torch.equal(groups[order].long(), wanted):
-        raise ModelError(f"{role} does not have {coding.group} inputs in each of {coding.groups} groups")
-    return None if torch.equal(groups.long(), wanted) else order
+    if not torch.equal(groups[order], wanted):
+        raise ModelError(f"{label} does not have {coding.group} inputs in each of {coding.groups} groups")
+    return order
+
+
+@lru_cache(maxsize=16)
+def _groups_in_order(inputs: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of each input."""
+    return (torch.arange(inputs, device=device) // group).to(dtype)

@@ -260,7 +260,7 @@ class WeightReader:
                 raise ModelError(matrix)
             weight = matrix.read_shard(read_part, shard, self._dtype)
         # Parts may still be the files' memory.
-        return weight.changed(copy_given) if copy and weight is not None else weight
+        return weight.settled().changed(copy_given) if copy and weight is not None else weight
 
     def load_stored(
         self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None, copy: bool = True

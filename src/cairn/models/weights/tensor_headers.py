@@ -1,6 +1,7 @@
 """Names, shapes and dtypes of the tensors in a checkpoint folder or a GGUF file, without reading a tensor."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -142,5 +143,18 @@ def _read_file_headers(folder: Path, file_name: str) -> dict[str, TensorHeader]:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except READ_ERRORS as error:
-        raise ModelError(f"{path}: damaged or cut short: {error}") from error
+        raise ModelError(f"{path}: damaged or cut short: {_describe_cut(path) or error}") from error
     return {name: TensorHeader(tuple(each.get_shape()), each.get_dtype(), file_name) for name, each in slices.items()}
+
+
+def _describe_cut(path: Path) -> str | None:
+    """Which tensor of a safetensors file ends where the file does not go on; None where that is not what is wrong."""
+    try:
+        with path.open("rb") as file:
+            places = read_offsets(file)
+            file_bytes = file.seek(0, os.SEEK_END)
+        ends = {begin + num_bytes: name for name, (begin, num_bytes) in places.items()}
+        end = min(end for end in ends if end > file_bytes)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return f"{ends[end]} ends at byte {end}, and the file at {file_bytes}"

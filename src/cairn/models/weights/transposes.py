@@ -1,6 +1,5 @@
-"""Transposes of words of codes, as layouts that have them across are brought into rows of outputs, and codes in another
-order: on the host by the CPU's compiled loops where there are some, which take a tenth of torch's time, and on a device
-by torch."""
+"""Words of codes as layouts have them across, brought into words of neighbouring inputs, and into another order: on the
+host by the CPU's compiled loops where there are some, which take a tenth of torch's time, and on a device by torch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,18 +23,18 @@ def transpose_words(words: Tensor) -> Tensor:
     return transposed
 
 
-def transpose_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
-    """Codes of four bits, eight a word: int32 [8 n, m], of 8 m columns -> [8 m, n].
+def join_codes(words: Tensor, order: Sequence[int]) -> Tensor:
+    """Codes of four bits, eight columns' a word: int32 [8 n, m] -> eight rows' a word, of 8 m columns: [n, 8 m].
 
     `order`: of the columns in a word, from its lowest bits on.
     """
     if (loops := _loops_for(words)) is not None:
-        transposed: Tensor = loops.transpose_codes(words, order)
-        return transposed
+        joined: Tensor = loops.join_codes(words, order)
+        return joined
     blocks, width = words.shape[0] // 8, words.shape[1]
-    out = words.new_empty(width, 8, blocks)
+    out = words.new_empty(blocks, width, 8)
     if out.is_meta or not out.numel():
-        return out.view(8 * width, blocks)
+        return out.view(blocks, 8 * width)
     # A few rows at a time, in memory that stays in a cache.
     step = min(blocks, max(1, _WORDS_AT_A_TIME // (8 * width)))
     buffer, half = words.new_empty(8 * step, width), words.new_empty(4 * step, width)
@@ -50,8 +49,22 @@ def transpose_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
             upper.bitwise_xor_(changed.bitwise_left_shift_(4 * size))
         rows = part.view(-1, 8, width)
         for place, column in enumerate(order):
-            out[:, column, begin : begin + count] = rows[:, place].t()
-    return out.view(8 * width, blocks)
+            out[begin : begin + count, :, column] = rows[:, place]
+    return out.view(blocks, 8 * width)
+
+
+def unpack_codes(words: Tensor, order: Sequence[int], added: int = 0) -> Tensor:
+    """int32 [n, m] -> their codes of four bits plus `added`, modulo 16, uint8 [n, 8 m].
+
+    `order`: of the columns in a word, from its lowest bits on.
+    """
+    if (loops := _loops_for(words)) is not None:
+        unpacked: Tensor = loops.unpack_codes(words, order, added)
+        return unpacked
+    out = torch.empty((*words.shape, 8), dtype=torch.uint8, device=words.device)
+    for place, column in enumerate(() if out.is_meta else order):
+        out[:, :, column] = ((words >> 4 * place) + added) & 15
+    return out.flatten(1)
 
 
 def order_codes(words: Tensor, order: Tensor, bits: int) -> Tensor:
