@@ -1,5 +1,7 @@
 """Checkpoints where later prompts are likely to diverge: which are taken when, and what they are worth."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 from simulation import PLAIN, small_layout
@@ -11,7 +13,7 @@ from cairn.cache.eviction import DISCOUNT, LeastRecentlyUsed, ValuePerByte
 from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.tree import Checkpoint
-from cairn.types import ManualClock
+from cairn.types import Boundary, ManualClock
 
 LENGTH = 640
 
@@ -84,6 +86,35 @@ def test_without_a_value_there_is_no_price_and_the_grid_takes_free_pages_alone()
         run(cache, prompt(number))
     before = cache.checkpoints.taken[Kind.GRID]
     assert not run(cache, prompt(40, 500, 39)).hit and cache.checkpoints.taken[Kind.GRID] <= before + 1
+
+
+class Priced(ValuePerByte):
+    """`worthless` ones are worth nothing, and all others more than any point that is predicted."""
+
+    worthless = frozenset()
+
+    def priority(self, checkpoint, facts):
+        return float(checkpoint not in self.worthless)
+
+
+@pytest.mark.parametrize(
+    ("num_worthless", "ends", "taken"), [(1, 0, 1), (4, 0, 4), (4, 2, 2), (3, 2, 1), (2, 2, 0), (1, 2, 0)]
+)
+def test_a_point_goes_for_what_is_left_once_the_ends_that_stay_have_their_places(num_worthless, ends, taken):
+    policy = Priced()
+    cache = small_cache(37, policy)
+    for number in range(1, 40):
+        run(cache, prompt(number))
+    lease = cache.lookup(PLAIN, np.array(prompt(40)), "r")
+    assert cache.extend(lease, LENGTH) is not None and cache.pool.num_free < cache.layout.pages_per_checkpoint
+    cache.begin_request(lease)
+    store = cache.checkpoints
+    policy.worthless = frozenset(islice(store.queue, num_worthless))
+    for checkpoint in list(policy.worthless):
+        store.queue.push(checkpoint, store.facts(checkpoint))
+    boundaries = (Boundary(200, "system_end"), Boundary(600, "message_end"))[:ends]
+    assert len(cache.prompt_facts(lease, LENGTH, boundaries).predicted) == taken
+    cache.release(lease)
 
 
 def test_a_full_pool_takes_nothing_where_nobody_comes():

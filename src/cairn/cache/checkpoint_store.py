@@ -257,7 +257,9 @@ class CheckpointStore:
         prices = [self._copy_price + price for price in self.queue.prices()]
 
         def pays(number: int, saved: float) -> bool:
-            return number < idle or not prices or saved * chance > prices[min(number - max(0, idle), len(prices) - 1)]
+            # what is named anyway takes the first places, but for the prompt's end: the answer's goes there
+            victim = min(max(0, number - idle - 1), len(prices) - 1)
+            return number < idle or not prices or saved * chance > prices[victim]
 
         gains = stats.choose(path, facts.hit, fixed, candidates, pays) if pays(0, most) else {}
         predicted = {position: gain * chance for position, gain in gains.items()}
