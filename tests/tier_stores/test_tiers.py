@@ -114,10 +114,11 @@ class TestPromotion:
 
     @pytest.mark.parametrize(
         ("per_token", "expected"),
-        [(1e6, 1.0), (10.0, 1.0), (0.01, 0.1), (0.0005, 0.005), (None, 40.0)],
+        [(1e6, 1.0), (10.0, 1.0), (0.01, 0.1), (0.0005, 0.005)],
     )
-    def test_a_read_rests_as_long_as_its_request_can_wait(self, tier, per_token, expected, monkeypatch):
-        """A second, or a twentieth of what computing takes, or as long as the lane says where that is less."""
+    @pytest.mark.parametrize("pace", [0.0, 40.0, 1e9])
+    def test_a_read_rests_as_long_as_its_request_can_wait(self, tier, per_token, expected, pace, monkeypatch):
+        """A second, or a twentieth of what computing takes where that is less."""
         rested = list[float]()
 
         @contextmanager
@@ -129,15 +130,15 @@ class TestPromotion:
         world = TierWorld(**tier)
         world.answer(PROMPT)
         world.driver.cache.clear()
-        world.lanes.pace(40.0 if per_token is None else 1e9)
-        world.context.speed.seconds_per_token = per_token or 1e6
+        world.lanes.pace(pace)
+        world.context.speed.seconds_per_token = per_token
         plans, plan = list[FetchPlan](), world.source.plan
         monkeypatch.setattr(world.source, "plan", lambda *asked: plans.append(plan(*asked)) or plans[-1])
         assert world.answer(PROMPT, name="again") == alone(PROMPT, False)
         assert hit_of(world, "again")[1] == 200
         busy = plans[-1].num_bytes * promotion._FIRST_RATES[world.context.stores[0].name]
-        assert rested == [pytest.approx(expected if per_token is None else expected / busy)]
-        assert plans[-1].seconds == pytest.approx(promotion.LATENCY_SECONDS + busy * (1 + rested[0]))
+        assert rested == [pytest.approx(expected / busy)]
+        assert plans[-1].seconds == pytest.approx(promotion.LATENCY_SECONDS + busy * (1 + min(pace, rested[0])))
 
     def test_a_hit_of_the_pool_is_not_called_slow(self, tier):
         world = TierWorld(**tier)

@@ -237,8 +237,8 @@ class TierSource:
         busy_seconds = num_bytes * self._rates[tier]
         compute_seconds = (position - sequence.hit) * self._context.speed.seconds_per_token
         paced_seconds = min(PACED_SHARE * compute_seconds, PACED_SECONDS)
-        rests = min(self._context.lanes.reads.rests, paced_seconds / max(busy_seconds, 1e-9))
-        seconds = LATENCY_SECONDS + busy_seconds * (1 + rests)
+        rests = paced_seconds / max(busy_seconds, 1e-9)
+        seconds = LATENCY_SECONDS + busy_seconds * (1 + min(rests, self._context.lanes.reads.rests))
         if seconds >= compute_seconds:
             # the scheduler computes it; that it was slow may have been an accident, and one day it is tried again
             self._rates[tier] *= _FORGIVENESS
