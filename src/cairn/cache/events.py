@@ -73,7 +73,6 @@ class KeyNames(Protocol):
 
     def name(self, key: int) -> "KeyName | None":
         """The name of a key token; None if its image is not known (any more)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,16 +85,13 @@ class PlacementPolicy(Protocol):
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         """Positions p, start < p <= end, ascending and distinct, of the prefill chunk [start, end)."""
-        ...
 
     def in_decode(self, facts: PromptFacts, position: int) -> CheckpointPoint | None:
         """Whether the state after `position` tokens is worth keeping while an answer is being generated."""
-        ...
 
     def candidates(self, facts: PromptFacts) -> tuple[Ints, Ints] | None:
         """Positions that it names whatever else there is, and others, of which it names those that are `predicted`;
         ascending, and each in one of both. None if it names none of the latter kind."""
-        ...
 
 
 class Align:

@@ -30,28 +30,22 @@ class DraftCost(Protocol):
 
     def decode(self, num_decodes: int) -> float:
         """Of a decode step of so many sequences."""
-        ...
 
     def extra(self, num_drafts: int, num_decodes: int = 1) -> float:
         """What verifying so many drafts adds to it."""
-        ...
 
     def most_drafts(self, budget: float, num_decodes: int = 1) -> int:
         """How many drafts `budget` pays for; below 1 if it pays for none."""
-        ...
 
     def lookups(self, num_decodes: int = 1) -> float:
         """The share of a decode step that looking something up for each of its sequences takes."""
-        ...
 
     def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
         """Learn what a step has taken, of so many sequences that decode and with so many drafts, and perhaps the folds
         of those before."""
-        ...
 
     def record_lookup(self, seconds: float) -> None:
         """Learn what looking something up for one sequence has taken."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

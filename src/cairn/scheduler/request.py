@@ -75,7 +75,6 @@ class Constraint(Protocol):
 
     def allowed(self, output: Sequence[int]) -> TokenMask | None:
         """The tokens that may follow `output`, one at least; None: all. Asked when the next draw is planned."""
-        ...
 
 
 def _no_tokens() -> Keys:

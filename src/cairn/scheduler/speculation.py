@@ -84,22 +84,17 @@ class Drafter(Protocol):
     def propose(self, request: "Request", most: int, num_decodes: int) -> Keys:
         """Tokens that may follow the request's prompt and output, int64 [n] with n <= `most`, or DRAFTED for each; none
         where drafting does not pay. `num_decodes`: sequences that decode in this step."""
-        ...
 
     def idle_tokens(self, request: "Request") -> int:
         """Of a request that nothing was proposed for just now: before it has so many tokens more it need not be asked
         again in the same company; 0 where that is not known."""
-        ...
 
     def record(self, request: "Request", num_draft_tokens: int, num_accepted: int) -> None:
         """Learn that of `num_draft_tokens` that were verified the first `num_accepted` were accepted."""
-        ...
 
     def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
         """Learn that a step of so many sequences that decode, and of nothing else, has taken so long with so many
         drafts, and perhaps the folds of those before."""
-        ...
 
     def end(self, request: "Request") -> None:
         """Forget a request that has ended; others may profit from its answer."""
-        ...

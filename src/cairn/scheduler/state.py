@@ -94,15 +94,12 @@ class RequestObserver(Protocol):
 
     def planned(self, builder: PlanBuilder) -> None:
         """A step is complete: its rows, and the pages of the checkpoints that they keep."""
-        ...
 
     def ended(self, request: Request) -> None:
         """It holds nothing any more, and no step names it."""
-        ...
 
     def tools_awaited(self, request_id: RequestId) -> None:
         """Its answer was a call, which the cache has been told."""
-        ...
 
 
 _LEARNED_STEPS = 8

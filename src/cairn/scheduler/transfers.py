@@ -32,7 +32,6 @@ class RecentSequences(Protocol):
 
     def find_longest(self, marks: bytes, end: bytes | None = None) -> tuple[ContentName, Keys] | None:
         """Name and key tokens of the longest known prefix with one of these digests, or None; `end` is preferred."""
-        ...
 
 
 def content_name(request: Request) -> ContentName:

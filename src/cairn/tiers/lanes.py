@@ -30,15 +30,12 @@ class Lane(Protocol):
 
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
         """Have a task carried out some time later. Never waits. Whoever submits bounds how many there are."""
-        ...
 
     def pace(self, rests: float) -> None:
         """From now on rest so many times as long as it works: see `rest`."""
-        ...
 
     def close(self) -> None:
         """Begin no further task."""
-        ...
 
 
 class ThreadLane:

@@ -30,13 +30,11 @@ class TierMemory(Protocol):
     def copy_out(self, pages: Pages) -> PageBytes:
         """The bytes of `pages`, which may be named more than once, shape [n, page_bytes]. All steps that have written
         them have been applied. Raises CopyFailed."""
-        ...
 
     def copy_in(self, pages: Pages, fill: Callable[[Sequence[PageBytes]], bool]) -> bool:
         """Have `fill` write a row of bytes for each of `pages`, which are nobody's, and see to it that steps that are
         launched from now on read them. What `fill` returns; after False the pages may hold anything. Raises
         CopyFailed: then they may be written to until it `is_over`."""
-        ...
 
 
 class HostTierMemory:

@@ -105,48 +105,37 @@ class TierStore(Protocol):
     @property
     def capacity(self) -> int:
         """Bytes of entries that it holds at most."""
-        ...
 
     @property
     def writable(self) -> bool:
         """Whether `write` keeps anything."""
-        ...
 
     def refresh(self) -> None:
         """Called before look-ups that belong together: see what others have written."""
-        ...
 
     def follow_drops(self) -> deque[bytes]:
         """From now on the names of entries that are dropped are put at the end of this, for its caller to take."""
-        ...
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these entries are here now."""
-        ...
 
     def tails(self, marks: Sequence[bytes]) -> list[list[int]]:
         """For each of `marks` the lengths of the tails of the states filed under it, descending."""
-        ...
 
     def facts(self, key: bytes) -> EntryFacts | None:
         """What is known of an entry that is here."""
-        ...
 
     def read(self, reads: Sequence[EntryRead], deadline: float) -> bool:
         """Fill all rows with the bytes that were written. False if one of the entries is gone or damaged, or `deadline`
         (of `time.monotonic`) has passed; then rows may hold anything, and what is damaged has been dropped."""
-        ...
 
     def touch(self, key: bytes, weight: float | None = None) -> None:
         """An entry has been of use, here or, with its new `weight`, above."""
-        ...
 
     def write(self, batch: Sequence[NewEntry], deadline: float) -> int:
         """Keep what is not here yet, in order, dropping what is worth less; returns how many entries of the batch are
         here now. An entry whose parent is not here is not kept. The arrays are the caller's again afterwards. What
         could not be kept before `deadline`, or for any other reason, is counted and forgotten."""
-        ...
 
     def close(self) -> None:
         """The end: no other method is called again."""
-        ...

@@ -52,29 +52,23 @@ class CopyStream(Protocol):
 
     def make_buffer(self) -> Tensor:
         """Memory of the host, uint8 [bytes], from which copies are made while the host goes on."""
-        ...
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the device to copy into. Copies asked for from now on are made after all that the device was given
         to do so far, which may still read what was there before."""
-        ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Asks for a copy, and a cast where the dtypes differ. `target` is on the device, `source` there or in a
         buffer, and neither is to be changed before it is made."""
-        ...
 
     def record(self) -> Any:
         """An event: all copies asked for so far."""
-        ...
 
     def wait(self, event: Any) -> None:
         """The host waits until these copies are complete. Raises EngineDead when they are not in time."""
-        ...
 
     def join(self) -> None:
         """What the device is given to do from now on begins after all copies asked for so far."""
-        ...
 
 
 class CudaCopyStream:

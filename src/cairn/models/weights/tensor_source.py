@@ -41,7 +41,6 @@ class TensorSource(Protocol):
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         """The part that has these slices, one a dimension; on the host a view of the file. `dtype`: what the caller
         will bring the numbers to, which may have been done already; None where they are wanted as they are stored."""
-        ...
 
 
 class MappedFiles:
