@@ -1,14 +1,15 @@
 """Where the stored numbers of tensors come from: files mapped into memory, or, in `device_copy`, copies to a device."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from cairn.models.sharding import Slice
@@ -41,6 +42,7 @@ class TensorSource(Protocol):
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         """The part that has these slices, one a dimension; on the host a view of the file. `dtype`: what the caller
         will bring the numbers to, which may have been done already; None where they are wanted as they are stored."""
+        ...
 
 
 class MappedFiles:
@@ -60,13 +62,17 @@ class MappedFiles:
         self._folder = folder
         self._headers = headers
         self._advance = advance
-        self._open: dict[str, _MappedFile] = {}
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
         self._ahead = ReadAhead(self._places(order))
+        self._stack.callback(self._ahead.close)
 
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
-        """See `TensorSource`. Raises OSError for a file that has changed since its header was read."""
+        header = self._headers[name]
         self._ahead.reached(name)
-        values = self._file(self._headers[name].file).tensor(name, self._headers[name])[part]
+        file = self._file(header.file)
+        whole = all(each == slice(0, length) for each, length in zip(part, header.shape, strict=True))
+        values: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[part]
         if self._advance is not None:
             self._advance(values.nbytes)
         return values
@@ -78,8 +84,8 @@ class MappedFiles:
         self.close()
 
     def close(self) -> None:
-        self._ahead.close()
         self._open.clear()
+        self._stack.close()
 
     def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
         offsets: dict[str, Mapping[str, tuple[int, int]]] = {}
@@ -90,35 +96,10 @@ class MappedFiles:
                     offsets[file] = read_offsets(opened)
             yield name, FileRange(path, *offsets[file][name])
 
-    def _file(self, name: str) -> "_MappedFile":
+    def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = _MappedFile(self._folder / name)
+            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
         return self._open[name]
-
-
-class _MappedFile:
-    """A safetensors file, whose tensors lie in its memory: to hand one out safetensors' own package takes as long as
-    packing a small matrix takes."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises OSError."""
-        with path.open("rb") as file:
-            try:
-                self._places = read_offsets(file)
-            except (ValueError, LookupError, TypeError) as error:
-                raise OSError(f"its header has changed: {error}") from error
-            num_bytes = os.fstat(file.fileno()).st_size
-        # Of this process alone: nobody writes there.
-        self._bytes = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
-
-    def tensor(self, name: str, header: TensorHeader) -> Tensor:
-        """Raises OSError where it is not what its header said."""
-        dtype, (begin, num_bytes) = TORCH_DTYPES[header.dtype], self._places.get(name, (0, 0))
-        stored = self._bytes[begin : begin + num_bytes]
-        if stored.nbytes != prod(header.shape) * dtype.itemsize:
-            raise OSError("the file has changed since its header was read")
-        # Anywhere else a number of several bytes may begin.
-        return (stored.clone() if begin % dtype.itemsize else stored).view(dtype).view(header.shape)
 
 
 def map_files(
