@@ -110,6 +110,7 @@ EVENTS = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(EVENTS, max_size=60))
 def test_times_are_the_same_in_columns_and_one_by_one(events):
     table, plain = HazardTable(), HazardTable()

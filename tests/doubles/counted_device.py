@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as tree
 
 from cairn.kernels.batch import Batch, MultimodalEmbeddings
+from cairn.kernels.operations import OPERATIONS
 
 __all__ = ["SHAPED_BY_NUMBERS", "Copies", "HostRead", "counted_device", "counted_kernels", "on_numbers"]
 
@@ -159,7 +160,7 @@ def counted_kernels(backend: str) -> str:
     name = f"{_NAME}_{backend}"
     kernels = importlib.import_module(f"cairn.kernels.{backend}")
     made = ModuleType(f"cairn.kernels.{name}")
-    for each in kernels.__all__:
+    for each in OPERATIONS:
         setattr(made, each, on_numbers(getattr(kernels, each)))
     sys.modules[made.__name__] = made
     return name
