@@ -202,8 +202,9 @@ def test_repeated_verify_passes_and_folds_leave_the_bits_of_those_that_are_compu
     assert drafters[0].records == drafters[1].records and len(drafters[0].records) > 40
     alone = [shape for shape, each in recorded.runner._graphs._passes.items() if each.fold and not shape.num_places]
     assert len(alone) == 8 and not eager.repeats("fold")
-    # of some folds a checkpoint is taken at their end, of others within
-    assert {len(saves) for saves in repeated_saves if any(saves)} == {1, 2}
+    # of some folds a checkpoint is taken within, of others at their end
+    kinds = {len(saves) for saves in repeated_saves if any(saves)}
+    assert kinds <= {1, 2} and (2 in kinds) == recorded.core._scheduler.state.cache.layout.needs_checkpoints
     # of what a step takes whose pass is being recorded, or will be, nothing is learned
     assert len(drafters[1].steps) - len(drafters[0].steps) >= 2 * 8
     check_addresses(recorded)
