@@ -218,6 +218,20 @@ def test_nothing_is_sent_by_a_connection_that_is_closed_here(channels):
     assert str(sent.exception()) == "over" and d.num_connections == 0
 
 
+def test_what_has_come_when_a_connection_is_closed_does_not_count_it_again(channels):
+    """Whoever waits for a frame gets it after the end, if the last of it has come before."""
+    (address, p), (_, d), _ = channels
+    d.send(address, b"hello")
+    await_frames(p, others=[d])
+    (stream,) = d.streams.values()
+    stream._reader.feed_data((4).to_bytes(4, "big"))
+    d.event_loop.spin()
+    stream._reader.feed_data(b"last")
+    stream.close("over")
+    assert [each.frame for each in d.receive(0.0) if not each.lost] == [b"last"]
+    assert d.num_connections == 0
+
+
 def test_a_connection_on_which_nothing_comes_is_closed_after_a_while():
     clock = ManualClock()
     p, d = side_channel(clock=clock), side_channel(clock=clock)

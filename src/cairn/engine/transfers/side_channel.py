@@ -173,9 +173,11 @@ class SideChannel:
         self._timers[stream] = self._event_loop.call_later(seconds, stream.close, reason)
 
     def _heard(self, stream: TlsStream) -> None:
-        # The consumer's end closes first, so that it never sends on a connection that is just being closed.
-        seconds = self._limits.idle_seconds * (1 if stream.to_connect else 2)
-        self._end_after(stream, seconds, "nothing came by it for too long")
+        # a frame whose last bytes came just before the end is taken after it
+        if stream.lost is None:
+            # The consumer's end closes first, so that it never sends on a connection that is just being closed.
+            seconds = self._limits.idle_seconds * (1 if stream.to_connect else 2)
+            self._end_after(stream, seconds, "nothing came by it for too long")
 
     def _ended(self, stream: TlsStream) -> None:
         self._timers.pop(stream).cancel()
