@@ -118,10 +118,10 @@ class _OpenFetch:
     def is_over(self) -> bool:
         """Whether nothing is written to its pages any more."""
         assert self.future is not None
-        if not self.future.done() or self.future.cancelled():
-            return self.future.done()
-        error = self.future.exception()
-        return error.is_over if isinstance(error, CopyFailed) else True
+        if not self.future.done():
+            return False
+        error = None if self.future.cancelled() else self.future.exception()
+        return not isinstance(error, CopyFailed) or error.is_over
 
 
 @dataclass(slots=True)

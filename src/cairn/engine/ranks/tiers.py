@@ -3,8 +3,6 @@
 rank 0   threads of tiers: RankedTierMemory --SEQPACKET socket--> rank r   threads: TierServant -> the rank's pool
 """
 
-import logging
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,13 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cairn.engine.ranks.wire import RankService
-from cairn.engine.ranks.worker import RankPlace
+from cairn.engine.ranks.worker import RankPlace, service_thread
 from cairn.engine.tier_memory import open_tier_memory
 from cairn.tiers.ranks import TierServant
-
-_STOP_SECONDS = 5.0
-
-logger = logging.getLogger(__name__)
 
 
 def tier_service() -> RankService:
@@ -53,21 +47,20 @@ def serve_tiers(place: RankPlace, _settings: bytes) -> Iterator[None]:
             servant.serve(connection)
         except Exception:
             if not stopping.is_set():
-                # Rank 0 must not take pages for free that this rank may still write to: the engine ends with it.
-                logger.exception("the rank's thread for tiers has ended")
-                os._exit(1)
+                raise
 
-    thread = threading.Thread(target=serve, name="cairn-rank-tiers", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
+    def stop() -> None:
         stopping.set()
         servant.close()
         for each in sockets:
             with suppress(OSError):  # it may have been closed at the other end
                 each.shutdown(socket.SHUT_RDWR)
-        thread.join(_STOP_SECONDS)
+
+    try:
+        # without it rank 0 must not take pages for free that this rank may still write to
+        with service_thread("tiers", serve, stop):
+            yield
+    finally:
         for each in sockets:
             each.close()
 

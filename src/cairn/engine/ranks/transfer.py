@@ -4,7 +4,6 @@ rank 0   transfer thread: RankedWorker --PAIR socket--> rank r   thread: RankSer
 """
 
 import logging
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import msgspec
 import zmq
 
 from cairn.engine.ranks.wire import RankService
-from cairn.engine.ranks.worker import RankPlace
+from cairn.engine.ranks.worker import RankPlace, service_thread
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import MakeLink, RankMemory, nixl_link, rank_worker
 from cairn.transfer.geometry import ModelUnits
@@ -25,7 +24,6 @@ _QUEUED_FRAMES = 4096
 _FRAMES_PER_TURN = 256
 _READING_MILLISECONDS = 1
 _LOOK_MILLISECONDS = 20
-_STOP_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -98,23 +96,16 @@ def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_lin
     stopping = threading.Event()
 
     def serve() -> None:
-        try:
-            pool.enter_thread()
-            while not stopping.is_set():
-                channel.socket.poll(_READING_MILLISECONDS if servant.is_reading else _LOOK_MILLISECONDS)
-                servant.turn()
-        except Exception:
-            # Without it nobody can read this rank's pages: the engine has to end, and does when a rank has.
-            logger.exception("the rank's transfer thread has ended")
-            os._exit(1)
+        pool.enter_thread()
+        while not stopping.is_set():
+            channel.socket.poll(_READING_MILLISECONDS if servant.is_reading else _LOOK_MILLISECONDS)
+            servant.turn()
 
-    thread = threading.Thread(target=serve, name="cairn-rank-transfer", daemon=True)
-    thread.start()
     try:
-        yield
+        # without it nobody can read this rank's pages
+        with service_thread("transfer", serve, stopping.set):
+            yield
     finally:
-        stopping.set()
-        thread.join(_STOP_SECONDS)
         link.close()
         context.destroy(linger=0)
 

@@ -10,10 +10,11 @@ import importlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 50e-6
 """Between two looks at a step that is out and at plans that come."""
 
+_STOP_SECONDS = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
@@ -70,6 +73,27 @@ class RankPlace:
 
 ServiceFactory = Callable[[RankPlace, bytes], AbstractContextManager[object]]
 """Called with the rank's place and the service's settings. Raises ConfigError."""
+
+
+@contextmanager
+def service_thread(name: str, serve: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
+    """A service in a thread of its own, which `stop` has return, as long as the context is open. If it fails, so does
+    this process, and with it the engine."""
+
+    def run() -> None:
+        try:
+            serve()
+        except Exception:
+            logger.exception("the rank's thread for %s has ended", name)
+            os._exit(1)
+
+    thread = threading.Thread(target=run, name=f"cairn-rank-{name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop()
+        thread.join(_STOP_SECONDS)
 
 
 class LoadedRank:
