@@ -35,6 +35,12 @@ def cpu_features() -> Mapping[str, bool]:
     return features
 
 
+@cache
+def shifts_beside_products() -> bool:
+    """Whether what shifts vectors does not multiply, too, and what blends them does: AMD's Zen, not Intel."""
+    return str(llvmlite.binding.get_host_cpu_name()).startswith("znver")
+
+
 def _may_use_tiles() -> bool:
     """Linux gives a process the room for the matrix unit's tiles on request: Documentation/arch/x86/xstate.rst."""
     if platform.system() != "Linux":

@@ -13,7 +13,7 @@ from numba.core import types as numba_types
 
 from cairn.kernels.cpu.amx import FACTOR_WORDS, HAS_AMX, ROWS, call_tile, has_product
 from cairn.kernels.cpu.compiled import BF16, F32, I8, I16, I32, U8, intrinsic
-from cairn.kernels.cpu.features import cpu_features
+from cairn.kernels.cpu.features import cpu_features, shifts_beside_products
 from cairn.kernels.cpu.vectors import LANES, call_shared, everywhere, fused, prefetch_line
 
 PANEL = 32
@@ -40,6 +40,13 @@ _WIDEST = LANES if HAS_AVX512 else _SHORT
 _WIDEST_WHOLE = LANES if cpu_features().get("avx512bw") else _SHORT
 """Outputs of a vector where numbers are widened: floats, and whole numbers of 16 bits."""
 
+_WRITES_WIDENING = not HAS_AVX512 and shifts_beside_products()
+"""Whether words are widened by shifts and masks that are written out: multipliers have no part in them. LLVM would take
+blends."""
+
+_WIDENED_SUMS = 2 * VECTOR_GROUP if HAS_AVX512 else 8
+"""Vectors of sums that have room in registers beside whole rows of a panel that are widened, or were."""
+
 _FLOATS, _HALVES = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I16, LANES)
 
 
@@ -50,7 +57,7 @@ class _Form:
     vector that is multiplied. `multiply_add` (builder, sums, part, numbers) with a row's number in each lane: new sums.
     `number`, `total`: types of a row's number and of a sum. `in_groups`: whether words are groups of inputs with
     factors in front, see `FACTOR_WORDS`; sums of a group are int32. `run`: words whose sums have room in 16 bits; 0:
-    they are int32 at once."""
+    they are int32 at once. `most_sums`: vectors of them, of all outputs of a panel, that have room in registers."""
 
     name: str
     lanes: int
@@ -61,13 +68,14 @@ class _Form:
     multiply_add: Callable[[Any, Any, Any, Any], Any]
     in_groups: bool = False
     run: int = 0
+    most_sums: int = 2 * VECTOR_GROUP
 
     def vector(self, kind: ir.Type) -> ir.VectorType:
         return ir.VectorType(kind, self.lanes)
 
     def outputs_of_tile(self, rows: int) -> int:
         """All 32 where the sums of so many rows have room in registers, else half of them, and then the others."""
-        return PANEL if rows * PANEL // self.lanes <= 2 * VECTOR_GROUP else PANEL // 2
+        return PANEL if rows * PANEL // self.lanes <= self.most_sums else PANEL // 2
 
 
 def _whole(builder: Any, words: Any, part: int) -> Any:
@@ -92,6 +100,15 @@ def _dot_int8(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
     return _dot_bytes(builder, total, numbers, part)
 
 
+def _asm(builder: Any, code: str, places: str, args: Sequence[Any], spare: int = 0) -> Any:
+    """What instructions that are written out make of vectors, of the type of the first; before `args` there are so many
+    vectors to spare. LLVM leaves them together, in their order."""
+    kind = args[0].type
+    result = ir.LiteralStructType([kind] * (1 + spare)) if spare else kind
+    made = builder.asm(ir.FunctionType(result, [arg.type for arg in args]), code, places, args, side_effect=False)
+    return builder.extract_value(made, 0) if spare else made
+
+
 def _all_lanes(kind: Any, value: int) -> Any:
     return ir.Constant(kind, [value] * kind.count)
 
@@ -107,7 +124,13 @@ def _as_halves(builder: Any, words: Any, part: int) -> Any:
 def _widened_bfloat16(builder: Any, words: Any, part: int) -> Any:
     """Each half of a word is a float32 once the other half is cleared."""
     kind = words.type
-    bits = builder.and_(words, _all_lanes(kind, -65536)) if part else builder.shl(words, _all_lanes(kind, 16))
+    if not part:
+        bits = builder.shl(words, _all_lanes(kind, 16))
+    elif _WRITES_WIDENING:
+        # Of a plain "and" LLVM makes a blend.
+        bits = _asm(builder, "vpand $2, $1, $0", "=x,x,x", [words, _all_lanes(kind, -65536)])
+    else:
+        bits = builder.and_(words, _all_lanes(kind, -65536))
     return builder.bitcast(bits, ir.VectorType(_FLOAT, kind.count))
 
 
@@ -116,10 +139,14 @@ def _multiply_add_floats(builder: Any, total: Any, part: Any, numbers: Any) -> A
 
 
 def _widened_int8(builder: Any, words: Any, part: int) -> Any:
-    """Of each half of a word the lower or the upper byte, as an int16: the lower one once, plus 0 times the upper."""
+    """Of each half of a word the lower or the upper byte, as an int16. The lower one: once, plus 0 times the upper; or
+    by two shifts, in an order that LLVM leaves as it is, since it has no register to spare."""
+    halves = ir.VectorType(_I16, 2 * words.type.count)
+    if _WRITES_WIDENING:
+        code = "vpsraw $$8, $1, $0" if part else "vpsllw $$8, $1, $0\nvpsraw $$8, $0, $0"
+        return builder.bitcast(_asm(builder, code, "=x,x", [words]), halves)
     if not part:
         return _add_byte_pairs(builder, _all_lanes(words.type, 0x00010001), words)
-    halves = ir.VectorType(_I16, 2 * words.type.count)
     return builder.ashr(builder.bitcast(words, halves), _all_lanes(halves, 8))
 
 
@@ -134,16 +161,17 @@ def _add_byte_pairs(builder: Any, unsigned: Any, signed: Any) -> Any:
 def _add_in_order(builder: Any, total: Any, added: Any) -> Any:
     """total + added, of int32 or int16, as an instruction that LLVM leaves where it is. Of a plain sum it takes a
     word's products in another order, for which there are not enough registers."""
-    kind, place = total.type, "v" if HAS_AVX512 else "x"
-    code = f"vpadd{'w' if kind.element == _I16 else 'd'} $2, $1, $0"
-    function = ir.FunctionType(kind, [kind, kind])
-    return builder.asm(function, code, f"={place},{place},{place}", [total, added], side_effect=False)
+    place = "v" if HAS_AVX512 else "x"
+    code = f"vpadd{'w' if total.type.element == _I16 else 'd'} $2, $1, $0"
+    return _asm(builder, code, f"={place},{place},{place}", [total, added])
 
 
 def _multiply_add_pairs(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
+    """With 16 registers as one: of a product that is apart from its sum LLVM has two, and room for one."""
     pairs = builder.bitcast(numbers, part.type)
-    instruction = "llvm.x86.avx2.pmadd.wd" if total.type.count == _SHORT else "llvm.x86.avx512.pmaddw.d.512"
-    return _add_in_order(builder, total, _call(builder, instruction, total.type, [part, pairs]))
+    if total.type.count == _SHORT:
+        return _asm(builder, "vpmaddwd $4, $3, $1\nvpaddd $1, $0, $0", "=x,=&x,0,x,x", [total, part, pairs], spare=1)
+    return _add_in_order(builder, total, _call(builder, "llvm.x86.avx512.pmaddw.d.512", total.type, [part, pairs]))
 
 
 def _nibbles(builder: Any, words: Any, part: int) -> Any:
@@ -164,23 +192,32 @@ def _add_nibbles(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
 def _int4_form() -> _Form:
     if _VNNI_LANES:
         return _Form("int4", _VNNI_LANES, 2, _I32, _FLOAT, _nibbles, _dot_nibbles, in_groups=True)
-    return _Form("int4.widened", _WIDEST_WHOLE, 2, _I32, _FLOAT, _nibbles, _add_nibbles, in_groups=True, run=4)
+    return _Form(
+        "int4.widened", _WIDEST_WHOLE, 2, _I32, _FLOAT, _nibbles, _add_nibbles, in_groups=True, run=4,
+        most_sums=_WIDENED_SUMS,
+    )  # fmt: skip
+
+
+def _widened(name: str, lanes: int, parts: int, number: ir.Type, part_of: Any, multiply_add: Any) -> _Form:
+    """A form whose sums are of the type of a row's numbers, or are whole numbers as large as a pair of them."""
+    return _Form(name, lanes, parts, number, number, part_of, multiply_add, most_sums=_WIDENED_SUMS)
 
 
 _FORMS: Mapping[Any, _Form] = {
     (I32, F32): _Form("bfloat16", LANES, 1, _I32, _FLOAT, _whole, _dot_bfloat16),
     (I32, I32): _Form("int8", _VNNI_LANES, 1, _I32, _I32, _whole, _dot_int8),
-    (F32, F32): _Form("bfloat16.widened", _WIDEST, 2, _FLOAT, _FLOAT, _widened_bfloat16, _multiply_add_floats),
-    (I16, I32): _Form("int8.widened", _WIDEST_WHOLE, 2, _I32, _I32, _widened_int8, _multiply_add_pairs),
+    (F32, F32): _widened("bfloat16.widened", _WIDEST, 2, _FLOAT, _widened_bfloat16, _multiply_add_floats),
+    (I16, I32): _widened("int8.widened", _WIDEST_WHOLE, 2, _I32, _widened_int8, _multiply_add_pairs),
     (I8, F32): _int4_form(),
 }
 """By the types of what rows and sums are in."""
 
 _WIDE_FORMS: Mapping[Any, _Form] = {
-    (F32, F32): _Form("float32", _SHORT, 1, _FLOAT, _FLOAT, _as_floats, _multiply_add_floats),
-    (I16, I32): _Form("int16", _SHORT, 1, _I32, _I32, _as_halves, _multiply_add_pairs),
+    (F32, F32): _widened("float32", _SHORT, 1, _FLOAT, _as_floats, _multiply_add_floats),
+    **({} if _WRITES_WIDENING else {(I16, I32): _widened("int16", _SHORT, 1, _I32, _as_halves, _multiply_add_pairs)}),
 }
-"""The same where the panel has been widened before: see `widen_words`."""
+"""The same where the panel has been widened before: see `widen_words`. Not of int8 where to widen takes nothing of what
+multiplies."""
 
 WIDENS_ONCE = not HAS_AVX512
 """Whether words are widened once for many groups of rows. With twice the rows in a group and vectors of twice the
