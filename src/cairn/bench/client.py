@@ -257,23 +257,16 @@ class _BoundedStream(httpx.AsyncByteStream):
         await self._stream.aclose()
 
 
+@dataclass(frozen=True, slots=True)
 class HttpSender:
-    """Streams answers over HTTP. One client, whose pool of connections bounds how many are open."""
+    """Streams answers over HTTP. One client, whose pool of connections bounds how many are open. `seconds`: limit of
+    one request, from sending to its last byte; `max_bytes`: of one answer."""
 
-    def __init__(
-        self,
-        http: httpx.AsyncClient,
-        endpoint: Endpoint,
-        clock: EventLoopClock,
-        seconds: float,
-        max_bytes: int = MAX_ANSWER_BYTES,
-    ) -> None:
-        """`seconds`: limit of one request, from sending to its last byte; `max_bytes`: of one answer."""
-        self._http = http
-        self.endpoint = endpoint
-        self.clock = clock
-        self._seconds = seconds
-        self._max_bytes = max_bytes
+    http: httpx.AsyncClient
+    endpoint: Endpoint
+    clock: EventLoopClock
+    seconds: float
+    max_bytes: int = MAX_ANSWER_BYTES
 
     async def send(self, body: Mapping[str, Any], num_tokens: int) -> RequestRecord:
         """`num_tokens`: length of the prompt as far as known. Raises nothing but CancelledError."""
@@ -282,12 +275,12 @@ class HttpSender:
         sent = self.clock.now()
         failure: Failure | None = None
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self.seconds):
                 await self._read(content, reader)
         except _StreamError as error:
             failure = error.failure
         except TimeoutError:
-            failure = Failure("timeout", f"not answered within {self._seconds:g} s")
+            failure = Failure("timeout", f"not answered within {self.seconds:g} s")
         except httpx.ConnectTimeout:
             failure = Failure("connection failed", "the server did not accept the connection in time")
         except httpx.TimeoutException as error:
@@ -302,11 +295,11 @@ class HttpSender:
 
     async def _read(self, content: bytes, reader: _AnswerReader) -> None:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **self.endpoint.headers}
-        async with self._http.stream("POST", self.endpoint.url, content=content, headers=headers) as response:
+        async with self.http.stream("POST", self.endpoint.url, content=content, headers=headers) as response:
             if response.status_code != 200:
                 raise _StreamError(f"HTTP {response.status_code}", await _error_text(response))
             assert isinstance(response.stream, httpx.AsyncByteStream)
-            response.stream = _BoundedStream(response.stream, self._max_bytes)
+            response.stream = _BoundedStream(response.stream, self.max_bytes)
             async with aclosing(EventSource(response).aiter_sse()) as events:
                 async for event in events:
                     if reader.read_event(event.data):

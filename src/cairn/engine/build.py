@@ -44,7 +44,7 @@ from cairn.engine.ranks.wire import RankConfig, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.tier_memory import allocate_pinned, open_tier_memory
-from cairn.engine.tiers import EngineTiers, PoolEvents, allocate_arena, build_tiers, check_tiers, uses_tiers
+from cairn.engine.tiers import RESTS, EngineTiers, PoolEvents, allocate_arena, check_tiers, open_stores, uses_tiers
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.kernels.graphs import Graphs
@@ -99,20 +99,20 @@ def build_core(
     placement = placement_of(config)
     check_tiers(config, layout)
     device = choose_device(config, opened)
+    builder = _CoreBuilder(config, opened, layout, device, machine, clock)
     drafter = make_drafter(config, device, clock, has_head=opened.config.serves_mtp)
     if make_graphs is None and device.is_gpu:
         make_graphs = CudaGraphs
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
 
-    size_up = partial(_size_up, config, opened, layout, machine)
     with explain_out_of_memory(device):
-        ranks, sizes = _build_ranks(config, opened, layout, size_up, observe, device, make_graphs, clock)
+        ranks, sizes = builder.build_ranks(observe, make_graphs)
     vocab_size = opened.config.vocab_size
     eos_token_ids = opened.eos_token_ids(tokenizer.eos_token_id, *tokenizer.harmony_ends)
-    transfer = _build_transfer(config, opened, ranks, sizes.num_pages, device, clock, make_link)
+    transfer = builder.build_transfer(ranks, sizes.num_pages, make_link)
     image_keys = _image_keys(ranks.local_runner, opened, tokenizer)
     side_channel = None if transfer is None else join_host_port(transfer.host, transfer.side_port)
-    info = _engine_info(config, opened, layout, placement, sizes, side_channel, image_keys is not None)
+    info = builder.engine_info(placement, sizes, side_channel, reads_images=image_keys is not None)
     if drafter is not None:
         info = replace(info, num_speculative_tokens=config.speculative.num_speculative_tokens)
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
@@ -121,15 +121,15 @@ def build_core(
     cache = PrefixCache(layout, sizes.num_pages, policy, events, clock)
     request_log = open_log(config, info, layout, opened.config.forward_sizes(), clock)
     transfers = Transfers() if transfer is None else transfer.transfers
-    scheduler = Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log, drafter)
+    scheduler = Scheduler(builder.scheduling(info), cache, clock, transfers, request_log, drafter)
     pool_events = None if publisher is None or events is None else PoolEvents(events, publisher.publish)
-    tiers = _build_tiers(config, opened, ranks, cache, transfers, device, clock, image_keys, pool_events, machine)
+    tiers = builder.build_tiers(ranks, cache, transfers, image_keys, pool_events)
     if tiers is not None:
         info = replace(info, tiers=tiers.names)
     return Core(
         info,
         scheduler,
-        _checked(config, ranks, sizes.num_pages, vocab_size) if config.check_plans else ranks.runner,
+        builder.checked(ranks, sizes.num_pages) if config.check_plans else ranks.runner,
         tokenizer,
         eos_token_ids,
         config.seed,
@@ -143,71 +143,6 @@ def build_core(
     )
 
 
-def _size_up(
-    config: EngineConfig, opened: OpenModel, layout: CacheLayout, machine: Machine, available_memory: int | None
-) -> RankSizes:
-    """`available_memory`: bytes that a GPU has left beside the weights; None for the machine's memory. Raises
-    ConfigError for a pool or a length that does not fit."""
-    staging = _extra_pages(config, opened, layout) * layout.page_bytes
-    if available_memory is not None:
-        plan = MemoryPlan(on_gpu=True, usable=available_memory, staging=staging)
-    else:
-        weights, images = _host_bytes(config, opened)
-        plan = MemoryPlan(
-            on_gpu=False,
-            usable=machine.available_memory(),
-            weights=weights,
-            images=images,
-            staging=staging * config.tensor_parallel_size,
-            host_cache=int(config.host_cache_bytes or 0),
-        )
-    spec = opened.config.cache_spec(0, config.tensor_parallel_size).memory_spec(opened.dtype, torch.device("cpu"))
-    plan = plan_memory(plan, config, layout, spec, _max_model_len(config, opened))
-    return RankSizes(count_pages(plan.pool, layout), plan.num_slots)
-
-
-def _engine_info(
-    config: EngineConfig,
-    opened: OpenModel,
-    layout: CacheLayout,
-    placement: PlacementPolicy | None,
-    sizes: RankSizes,
-    side_channel: str | None,
-    reads_images: bool,
-) -> EngineInfo:
-    return EngineInfo(
-        model=config.model,
-        architecture=opened.family.model_type,
-        dtype=str(opened.dtype).removeprefix("torch."),
-        vocab_size=opened.config.vocab_size,
-        max_model_len=_max_model_len(config, opened),
-        max_num_seqs=sizes.num_slots,
-        max_waiting=config.max_waiting,
-        cpu_threads=torch.get_num_threads(),
-        exact=config.exact,
-        tensor_parallel_size=config.tensor_parallel_size,
-        logs_requests=config.request_log is not None,
-        quantization=opened.served_quantization,
-        reads_images=reads_images,
-        side_channel=side_channel,
-        cache=CacheInfo(
-            num_pages=sizes.num_pages,
-            block_size=config.block_size,
-            page_bytes=layout.page_bytes,
-            bytes_per_token=layout.lasting_bytes_per_token,
-            window_bytes=layout.window_bytes,
-            checkpoint_bytes=layout.checkpoint_bytes,
-            pages_per_checkpoint=layout.pages_per_checkpoint,
-            checkpoint_dtype=layout.checkpoint_dtype,
-            state_dtype=layout.state_dtype,
-            min_cacheable_tokens=placement.min_cacheable if placement is not None else 0,
-            mamba_cache_mode=config.mamba_cache_mode,
-            enable_prefix_caching=placement is not None,
-            shares_in_flight=config.in_flight_sharing and placement is not None,
-        ),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Ranks:
     """What carries plans out, and rank 0's own part of it. `folder`: where the other ranks' sockets are."""
@@ -217,146 +152,211 @@ class _Ranks:
     folder: Path | None = None
 
 
-def _checked(config: EngineConfig, ranks: _Ranks, num_pages: int, vocab_size: int) -> CheckedRunner:
-    layout = ranks.local_runner.layout
-    aligned = config.exact and not layout.resumes_anywhere
-    return CheckedRunner(ranks.runner, PlanLimits(layout, num_pages, ranks.local_runner.num_slots, vocab_size, aligned))
+@dataclass(frozen=True, slots=True)
+class _CoreBuilder:
+    """Builds the parts of one engine. `layout`: of one rank."""
 
+    config: EngineConfig
+    opened: OpenModel
+    layout: CacheLayout
+    device: Device
+    machine: Machine
+    clock: Clock
 
-def _build_ranks(
-    config: EngineConfig,
-    opened: OpenModel,
-    layout: CacheLayout,
-    size_up: Callable[[int | None], RankSizes],
-    observe: Observe | None,
-    device: Device,
-    make_graphs: Callable[[], Graphs] | None,
-    clock: Clock,
-) -> tuple[_Ranks, RankSizes]:
-    """`size_up`: from the bytes that a GPU has left beside the weights, or None, to the sizes of pool and slots, which
-    are known before weights are read where there is no GPU."""
-    tp_size, extra = config.tensor_parallel_size, _extra_pages(config, opened, layout)
-    sizes = None if device.is_gpu else size_up(None)
-    if tp_size == 1:
-        model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
-        loaded_model = LoadedModel(config, opened, device, model, open_encoder(config, opened, device), make_graphs)
-        sizes = sizes or size_up(loaded_model.measure_available_memory())
-        runner = loaded_model.allocate(sizes.num_pages, sizes.num_slots, extra, observe, clock)
-        return _Ranks(runner, runner), sizes
-    services: tuple[RankService, ...] = ()
-    if config.kv_transfer is not None:
-        services = (rank_service(config.kv_transfer.host, _model_units(opened)),)
-    if uses_tiers(config):
-        services = (*services, tier_service())
-    graphs = None
-    if make_graphs is not None and records_decodes(config):
-        # By name: the other ranks are processes of their own.
-        graphs = f"{make_graphs.__module__}:{make_graphs.__qualname__}"
-    ranks = RankConfig(
-        engine=config,
-        serves_mtp=opened.config.serves_mtp,
-        extra_pages=extra,
-        step_seconds=_STEP_SECONDS,
-        services=services,
-        graphs=graphs,
-    )
-    with load_ranks(ranks, device) as loaded:
-        sizes = sizes or size_up(loaded.available_memory)
-        ranked = loaded.allocate(sizes, observe)
-    return _Ranks(ranked, ranked.local_runner, ranked.folder), sizes
+    def build_ranks(
+        self, observe: Observe | None, make_graphs: Callable[[], Graphs] | None
+    ) -> tuple[_Ranks, RankSizes]:
+        """The runner, and the sizes of pool and slots: where there is no GPU they are known before weights are read."""
+        config, opened, device = self.config, self.opened, self.device
+        tp_size, extra = config.tensor_parallel_size, self._extra_pages()
+        sizes = None if device.is_gpu else self._size_up(None)
+        if tp_size == 1:
+            model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
+            loaded_model = LoadedModel(config, opened, device, model, open_encoder(config, opened, device), make_graphs)
+            sizes = sizes or self._size_up(loaded_model.measure_available_memory())
+            runner = loaded_model.allocate(sizes.num_pages, sizes.num_slots, extra, observe, self.clock)
+            return _Ranks(runner, runner), sizes
+        services: tuple[RankService, ...] = ()
+        if config.kv_transfer is not None:
+            services = (rank_service(config.kv_transfer.host, _model_units(opened)),)
+        if uses_tiers(config):
+            services = (*services, tier_service())
+        graphs = None
+        if make_graphs is not None and records_decodes(config):
+            # By name: the other ranks are processes of their own.
+            graphs = f"{make_graphs.__module__}:{make_graphs.__qualname__}"
+        ranks = RankConfig(
+            engine=config,
+            serves_mtp=opened.config.serves_mtp,
+            extra_pages=extra,
+            step_seconds=_STEP_SECONDS,
+            services=services,
+            graphs=graphs,
+        )
+        with load_ranks(ranks, device) as loaded:
+            sizes = sizes or self._size_up(loaded.available_memory)
+            ranked = loaded.allocate(sizes, observe)
+        return _Ranks(ranked, ranked.local_runner, ranked.folder), sizes
 
+    def build_transfer(self, ranks: _Ranks, num_pages: int, make_link: MakeLink) -> KvTransfer | None:
+        """None for a server that neither gives nor takes pages."""
+        config, runner, tp_size = self.config, ranks.local_runner, self.config.tensor_parallel_size
+        if config.kv_transfer is None:
+            return None
+        pool = open_pool(runner.pool, runner.kernels, on_host=self.device.backend is None)
+        memory = RankMemory(pool, num_pages, runner.layout, _model_units(self.opened), tp_size=tp_size)
+        content = layout_hash(self._content_facts())
+        sockets = None if ranks.folder is None else RankSockets(ranks.folder, tp_size)
+        channels = () if sockets is None else sockets.channels
+        transfer = build_transfer(config.kv_transfer, memory, content, self.clock, make_link=make_link, ranks=channels)
+        if sockets is not None:
+            transfer.resources.callback(sockets.close)
+        return transfer
 
-def _build_transfer(
-    config: EngineConfig,
-    opened: OpenModel,
-    ranks: _Ranks,
-    num_pages: int,
-    device: Device,
-    clock: Clock,
-    make_link: MakeLink,
-) -> KvTransfer | None:
-    """None for a server that neither gives nor takes pages."""
-    if config.kv_transfer is None:
-        return None
-    pool = open_pool(ranks.local_runner.pool, ranks.local_runner.kernels, on_host=device.backend is None)
-    tp_size = config.tensor_parallel_size
-    memory = RankMemory(pool, num_pages, ranks.local_runner.layout, _model_units(opened), tp_size=tp_size)
-    content = layout_hash(opened.transfer_facts() | _cache_facts(config, ranks.local_runner.layout))
-    sockets = None if ranks.folder is None else RankSockets(ranks.folder, tp_size)
-    channels = () if sockets is None else sockets.channels
-    transfer = build_transfer(config.kv_transfer, memory, content, clock, make_link=make_link, ranks=channels)
-    if sockets is not None:
-        transfer.resources.callback(sockets.close)
-    return transfer
+    def build_tiers(
+        self,
+        ranks: _Ranks,
+        cache: PrefixCache,
+        transfers: Transfers,
+        image_keys: ImageKeys | None,
+        events: PoolEvents | None,
+    ) -> EngineTiers | None:
+        """None where nothing is kept below the pool."""
+        config, device = self.config, self.device
+        if not uses_tiers(config):
+            return None
+        facts = self._content_facts()
+        if config.exact:
+            # the same bits come of the same instructions alone
+            isa = max_cpu_isa(os.environ) or "all"
+            facts |= {
+                "computed_by": f"{device.place} {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {isa}"
+            }
+        num_ranks, on_host, local_runner = config.tensor_parallel_size, device.backend is None, ranks.local_runner
+        memory, at_end = open_tier_memory(local_runner.pool, on_host=on_host), list[Callable[[], None]]()
+        make_arena = allocate_pinned if device.is_gpu else allocate_arena
+        if ranks.folder is not None:
+            memory = ranked = RankedTierMemory(memory, cache.layout.page_bytes, connect_tiers(ranks.folder, num_ranks))
+            # no GPU reaches it itself
+            make_arena, at_end = allocate_arena, [ranked.close]
+        has_spare_core = device.is_gpu or torch.get_num_threads() * num_ranks < self.machine.num_cores()
+        layout = cache.layout.of_ranks(num_ranks)
+        stores = open_stores(config, facts, layout, make_arena)
+        rests = 0.0 if has_spare_core else RESTS
+        at_end.append(stores.close)
+        return EngineTiers(layout, stores, memory, cache, transfers, self.clock, image_keys, events, at_end, rests)
 
+    def engine_info(
+        self, placement: PlacementPolicy | None, sizes: RankSizes, side_channel: str | None, *, reads_images: bool
+    ) -> EngineInfo:
+        """What has been built. `placement`: None without a cache."""
+        config, opened, layout = self.config, self.opened, self.layout
+        return EngineInfo(
+            model=config.model,
+            architecture=opened.family.model_type,
+            dtype=str(opened.dtype).removeprefix("torch."),
+            vocab_size=opened.config.vocab_size,
+            max_model_len=self._max_model_len(),
+            max_num_seqs=sizes.num_slots,
+            max_waiting=config.max_waiting,
+            cpu_threads=torch.get_num_threads(),
+            exact=config.exact,
+            tensor_parallel_size=config.tensor_parallel_size,
+            logs_requests=config.request_log is not None,
+            quantization=opened.served_quantization,
+            reads_images=reads_images,
+            side_channel=side_channel,
+            cache=CacheInfo(
+                num_pages=sizes.num_pages,
+                block_size=config.block_size,
+                page_bytes=layout.page_bytes,
+                bytes_per_token=layout.lasting_bytes_per_token,
+                window_bytes=layout.window_bytes,
+                checkpoint_bytes=layout.checkpoint_bytes,
+                pages_per_checkpoint=layout.pages_per_checkpoint,
+                checkpoint_dtype=layout.checkpoint_dtype,
+                state_dtype=layout.state_dtype,
+                min_cacheable_tokens=placement.min_cacheable if placement is not None else 0,
+                mamba_cache_mode=config.mamba_cache_mode,
+                enable_prefix_caching=placement is not None,
+                shares_in_flight=config.in_flight_sharing and placement is not None,
+            ),
+        )
 
-def _build_tiers(
-    config: EngineConfig,
-    opened: OpenModel,
-    ranks: _Ranks,
-    cache: PrefixCache,
-    transfers: Transfers,
-    device: Device,
-    clock: Clock,
-    image_keys: ImageKeys | None,
-    events: PoolEvents | None,
-    machine: Machine,
-) -> EngineTiers | None:
-    """None where nothing is kept below the pool."""
-    if not uses_tiers(config):
-        return None
-    facts = opened.transfer_facts() | _cache_facts(config, cache.layout)
-    if config.exact:
-        # the same bits come of the same instructions alone
-        isa = max_cpu_isa(os.environ) or "all"
-        facts |= {"computed_by": f"{device.place} {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {isa}"}
-    memory, at_end = open_tier_memory(ranks.local_runner.pool, on_host=device.backend is None), None
-    make_arena, num_ranks = allocate_pinned if device.is_gpu else allocate_arena, config.tensor_parallel_size
-    if ranks.folder is not None:
-        memory = ranked = RankedTierMemory(memory, cache.layout.page_bytes, connect_tiers(ranks.folder, num_ranks))
-        # no GPU reaches it itself
-        make_arena, at_end = allocate_arena, ranked.close
-    has_spare_core = device.is_gpu or torch.get_num_threads() * num_ranks < machine.num_cores()
-    return build_tiers(
-        config,
-        facts,
-        memory,
-        cache,
-        transfers,
-        clock,
-        image_keys,
-        events,
-        make_arena,
-        at_end=at_end,
-        has_spare_core=has_spare_core,
-    )
+    def checked(self, ranks: _Ranks, num_pages: int) -> CheckedRunner:
+        """The runner of all ranks, with a look at each plan before it is carried out."""
+        aligned, vocab_size = self.config.exact and not self.layout.resumes_anywhere, self.opened.config.vocab_size
+        limits = PlanLimits(self.layout, num_pages, ranks.local_runner.num_slots, vocab_size, aligned)
+        return CheckedRunner(ranks.runner, limits)
 
+    def scheduling(self, info: EngineInfo) -> SchedulerConfig:
+        """How requests of this engine are scheduled."""
+        config = self.config
+        return SchedulerConfig(
+            max_in_flight=self.device.max_in_flight,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_waiting=config.max_waiting,
+            max_model_len=info.max_model_len,
+            exact=config.exact,
+            in_flight_sharing=config.in_flight_sharing,
+            policy=config.scheduling_policy,
+            on_load_failure="recompute" if config.kv_transfer is None else config.kv_transfer.on_failure,
+        )
 
-def _cache_facts(config: EngineConfig, layout: CacheLayout) -> dict[str, str | int]:
-    """What must be equal besides the model for bytes to mean the same on two servers. What all of them once were is
-    not said, so that those pair which do not know of anything else."""
-    facts: dict[str, str | int] = {"exact": config.exact}
-    if len(layout.groups) > 1 or layout.is_limited:
-        facts["attention"] = ", ".join(reach_name(group.reach, group.chunked) for group in layout.groups)
-    if layout.checkpoint_dtype != "float32":
-        facts["checkpoint_dtype"] = layout.checkpoint_dtype
-    if layout.state_dtype != "float32":
-        facts["state_dtype"] = layout.state_dtype
-    return facts
+    def _size_up(self, available_memory: int | None) -> RankSizes:
+        """`available_memory`: bytes that a GPU has left beside the weights; None for the machine's memory. Raises
+        ConfigError for a pool or a length that does not fit."""
+        config, layout = self.config, self.layout
+        staging = self._extra_pages() * layout.page_bytes
+        if available_memory is not None:
+            plan = MemoryPlan(on_gpu=True, usable=available_memory, staging=staging)
+        else:
+            weights, images = self._host_bytes()
+            plan = MemoryPlan(
+                on_gpu=False,
+                usable=self.machine.available_memory(),
+                weights=weights,
+                images=images,
+                staging=staging * config.tensor_parallel_size,
+                host_cache=int(config.host_cache_bytes or 0),
+            )
+        spec = self.opened.config.cache_spec(0, config.tensor_parallel_size).memory_spec(
+            self.opened.dtype, torch.device("cpu")
+        )
+        plan = plan_memory(plan, config, layout, spec, self._max_model_len())
+        return RankSizes(count_pages(plan.pool, layout), plan.num_slots)
 
+    def _content_facts(self) -> dict[str, str | int]:
+        """What must be equal for bytes to mean the same on two servers. Besides the model, what all of them once were
+        is not said, so that those pair which do not know of anything else."""
+        layout = self.layout
+        facts: dict[str, str | int] = self.opened.transfer_facts() | {"exact": self.config.exact}
+        if len(layout.groups) > 1 or layout.is_limited:
+            facts["attention"] = ", ".join(reach_name(group.reach, group.chunked) for group in layout.groups)
+        if layout.checkpoint_dtype != "float32":
+            facts["checkpoint_dtype"] = layout.checkpoint_dtype
+        if layout.state_dtype != "float32":
+            facts["state_dtype"] = layout.state_dtype
+        return facts
 
-def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> SchedulerConfig:
-    return SchedulerConfig(
-        max_in_flight=device.max_in_flight,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_waiting=config.max_waiting,
-        max_model_len=info.max_model_len,
-        exact=config.exact,
-        in_flight_sharing=config.in_flight_sharing,
-        policy=config.scheduling_policy,
-        on_load_failure="recompute" if config.kv_transfer is None else config.kv_transfer.on_failure,
-    )
+    def _extra_pages(self) -> int:
+        """Pages of each rank after the pool, for what comes from other servers."""
+        if self.config.kv_transfer is None:
+            return 0
+        return staging_pages_for(_model_units(self.opened), geometry_of(self.layout, self.config.tensor_parallel_size))
+
+    def _host_bytes(self) -> tuple[int, int]:
+        """Weights, with the vision tower's, and encoded images that are kept, on all ranks together. Raises
+        ModelError."""
+        config, opened = self.config, self.opened
+        weights = opened.weight_bytes(opened.stored_tensors(), packed_dtype=load_kernels("cpu").packed_dtype)
+        if config.language_model_only or (vision := read_vision(opened.folder)) is None:
+            return weights, 0
+        return weights + tower_bytes(vision, opened.dtype), int(config.mm_encoder_cache_bytes)
+
+    def _max_model_len(self) -> int:
+        return choose_max_model_len(self.config.max_model_len, self.opened.config.max_model_len)
 
 
 def make_drafter(config: EngineConfig, device: Device, clock: Clock, has_head: bool = False) -> Drafter | None:
@@ -385,22 +385,3 @@ def _image_keys(runner: Runner, opened: OpenModel, tokenizer: ModelTokenizer) ->
     """None where the model, or this server of it, reads no images."""
     token = tokenizer.image_token
     return None if runner.vision is None or token is None else ImageKeys(token, tower_identity(opened.folder))
-
-
-def _extra_pages(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -> int:
-    """Pages of each rank after the pool, for what comes from other servers."""
-    if config.kv_transfer is None:
-        return 0
-    return staging_pages_for(_model_units(opened), geometry_of(layout, config.tensor_parallel_size))
-
-
-def _host_bytes(config: EngineConfig, opened: OpenModel) -> tuple[int, int]:
-    """Weights, with the vision tower's, and encoded images that are kept, on all ranks together. Raises ModelError."""
-    weights = opened.weight_bytes(opened.stored_tensors(), packed_dtype=load_kernels("cpu").packed_dtype)
-    if config.language_model_only or (vision := read_vision(opened.folder)) is None:
-        return weights, 0
-    return weights + tower_bytes(vision, opened.dtype), int(config.mm_encoder_cache_bytes)
-
-
-def _max_model_len(config: EngineConfig, opened: OpenModel) -> int:
-    return choose_max_model_len(config.max_model_len, opened.config.max_model_len)

@@ -217,12 +217,9 @@ class Core:
     def start(self, wake: Callable[[], None]) -> None:
         """Called once before anything else, by the thread that owns the core: from now on other servers are answered.
         `wake` has it come back to `poll`."""
-        if self._transfer is not None:
-            self._transfer.start(wake)
-        if self._grammars is not None:
-            self._grammars.start(wake)
-        if self._tiers is not None:
-            self._tiers.start(wake)
+        for part in (self._transfer, self._grammars, self._tiers):
+            if part is not None:
+                part.start(wake)
 
     def write_back(self) -> None:
         """Before the end: what the pool has and tiers have not yet is written, as far as that is soon done."""
@@ -231,17 +228,9 @@ class Core:
 
     def close(self) -> None:
         """The end: what other threads do for this core ends, too."""
-        if self._transfer is not None:
-            self._transfer.close()
-        if self._grammars is not None:
-            self._grammars.close()
-        if self._tiers is not None:
-            self._tiers.close()
-        if self._events is not None:
-            self._events.close()
-        if self._request_log is not None:
-            self._request_log.close()
-        self._runner.close()
+        for part in (self._transfer, self._grammars, self._tiers, self._events, self._request_log, self._runner):
+            if part is not None:
+                part.close()
 
     # -- reports and audits ---------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,6 +47,12 @@ RESTS = 20.0
 """How many times as long as they work the threads that move bytes rest, where no core is spare: each takes 5 % of a
 core at most then, and writes some 50 MB/s, about as much as a model of 333 M parameters computes on two cores. Readers
 rest less where requests would wait too long for them."""
+
+_COUNTED = (
+    *("num_bytes", "num_entries", "hits", "hit_tokens"),
+    *("read_bytes", "written_bytes", "read_seconds", "write_seconds"),
+)
+"""What a store counts and `TierStats` tells under the same name."""
 
 logger = logging.getLogger(__name__)
 
@@ -125,34 +131,43 @@ class _Wake:
         self.call()
 
 
+@dataclass(frozen=True, slots=True)
+class OpenStores:
+    """Stores, the fastest first, and how entries are named in them. `close`: lets go of the folder, once the stores
+    have been closed."""
+
+    stores: tuple[TierStore, ...]
+    names: EntryNames
+    close: Callable[[], None]
+
+
 class EngineTiers:
     """The tiers of one engine. `transfers`: of its scheduler, which gets a source and a sink more."""
 
     def __init__(
         self,
         layout: CacheLayout,
-        stores: tuple[TierStore, ...],
-        names: EntryNames,
+        opened: OpenStores,
         memory: TierMemory,
         cache: PrefixCache,
         transfers: Transfers,
         clock: Clock,
-        contents: KeyNames | None = None,
-        events: PoolEvents | None = None,
-        at_end: Callable[[], None] = lambda: None,
-        rests: float = 0.0,
+        contents: KeyNames | None,
+        events: PoolEvents | None,
+        at_end: Sequence[Callable[[], None]],
+        rests: float,
     ) -> None:
-        """`layout`: of all ranks, whose pages `memory` and `stores` have. `contents`: the images behind key tokens
-        below 0. `events`: those of the pool. `at_end`: called last. `rests`: how many times as long as they work
-        threads that move bytes rest while steps are computed."""
+        """`layout`: of all ranks, whose pages `memory` and the stores have. `contents`: the images behind key tokens
+        below 0. `events`: those of the pool. `at_end`: called when no thread of tiers works any more. `rests`: how many
+        times as long as they work threads that move bytes rest while steps are computed."""
         self._wake = _Wake()
-        self._stores = stores
+        self._stores = stores = opened.stores
         self._at_end = at_end
         self._closed = False
         self._rests = rests
         self.lanes = thread_lanes(self._wake)
         exact = cache.policy.exact
-        context = TierContext(layout, stores, names, memory, self.lanes, clock, transfers.prefill_speed, exact)
+        context = TierContext(layout, stores, opened.names, memory, self.lanes, clock, transfers.prefill_speed, exact)
         announced = None
         if events is not None:
             announced = TierEvents(stores, layout.block_size, events.blocks, events.publish)
@@ -200,20 +215,14 @@ class EngineTiers:
         self.lanes.close()
         for store in self._stores:
             store.close()
-        self._at_end()
+        for end in self._at_end:
+            end()
 
     def stats(self) -> TierStats:
         """Counters since the start, and gauges of this moment."""
         counters = {store.name: store.counters for store in self._stores}
         return TierStats(
-            num_bytes={name: each.num_bytes for name, each in counters.items()},
-            num_entries={name: each.num_entries for name, each in counters.items()},
-            hits={name: each.hits for name, each in counters.items()},
-            hit_tokens={name: each.hit_tokens for name, each in counters.items()},
-            read_bytes={name: each.read_bytes for name, each in counters.items()},
-            written_bytes={name: each.written_bytes for name, each in counters.items()},
-            read_seconds={name: each.read_seconds for name, each in counters.items()},
-            write_seconds={name: each.write_seconds for name, each in counters.items()},
+            **{field: {name: getattr(each, field) for name, each in counters.items()} for field in _COUNTED},
             drops={name: dict(each.drops) for name, each in counters.items()},
             skipped=dict(self.demoter.dropped),
         )
@@ -241,28 +250,15 @@ class EngineTiers:
         return views
 
 
-def build_tiers(
+def open_stores(
     config: EngineConfig,
     facts: Mapping[str, str | int],
-    memory: TierMemory,
-    cache: PrefixCache,
-    transfers: Transfers,
-    clock: Clock,
-    contents: KeyNames | None,
-    events: PoolEvents | None = None,
+    layout: CacheLayout,
     make_arena: Callable[[int, int], PageBytes] = allocate_arena,
-    *,
-    at_end: Callable[[], None] | None = None,
-    has_spare_core: bool = True,
-) -> EngineTiers | None:
-    """None where nothing is kept below. `facts`: what decides which bytes a page of the model has. `memory`: of all
-    ranks. `make_arena`: memory of the host tier, which a GPU reaches best where it is pinned. `at_end`: called when no
-    thread of tiers works any more. `has_spare_core`: one that no step computes with. Raises ConfigError that names the
-    flag."""
-    if not uses_tiers(config):
-        return None
+) -> OpenStores:
+    """`facts`: what decides which bytes a page of the model has. `layout`: of all ranks. `make_arena`: memory of the
+    host tier, which a GPU reaches best where it is pinned. Raises ConfigError that names the flag."""
     num_ranks, stores = config.tensor_parallel_size, list[TierStore]()
-    layout = cache.layout.of_ranks(num_ranks)
     facts = {**facts, "block_size": layout.block_size, "format": FORMAT, "version": __version__}
     if num_ranks > 1:
         # how many there are says which share of the model each has
@@ -292,26 +288,11 @@ def build_tiers(
     if not secret:
         secret = os.urandom(KEY_BYTES)
 
-    def end() -> None:
-        if at_end is not None:
-            at_end()
+    def close() -> None:
         if lock is not None:
             files.close(lock)
 
-    names = EntryNames.of(layout, identity, secret, give_way)
-    return EngineTiers(
-        layout,
-        tuple(stores),
-        names,
-        memory,
-        cache,
-        transfers,
-        clock,
-        contents,
-        events,
-        at_end=end,
-        rests=0.0 if has_spare_core else RESTS,
-    )
+    return OpenStores(tuple(stores), EntryNames.of(layout, identity, secret, give_way), close)
 
 
 def _disk_bytes(config: EngineConfig, folder: str, least: int, files: Files) -> int:

@@ -275,15 +275,26 @@ def unread() -> Any:
     return custom(lambda fields, name, config: None, default=None, fact=False)
 
 
+def by_layer(kind_of: Callable[[int], str], count: int | None = None) -> Callable[[Fields], tuple[str, ...]]:
+    """A default of `layer_kinds`: of each layer the kind that goes with its number. `count`: of layers where
+    config.json does not say it."""
+
+    def kinds(fields: Fields) -> tuple[str, ...]:
+        return tuple(map(kind_of, range(fields.integer("num_hidden_layers", 1, MAX_LAYERS, count))))
+
+    return kinds
+
+
 def layer_kinds(
-    words: Mapping[str, str],
+    named: Mapping[str, str] | Sequence[str],
     default: Callable[[Fields], tuple[str, ...]] | None = None,
     letters: str = "",
     **options: Unpack[Options],
 ) -> Any:
-    """Each layer's kind: by the `words` of a list that config.json has under any of `names`, or by a letter each in the
-    string called `letters`; then the field is such a string. Where there are several, they agree. `default`: where
-    there is none."""
+    """Each layer's kind: by the words of a list that config.json has under any of `names`, or by a letter each in the
+    string called `letters`; then the field is such a string. Where there are several, they agree. `named`: the kinds by
+    these words, or the words themselves. `default`: where there is none."""
+    words = named if isinstance(named, Mapping) else {word: word for word in named}
     word_of = {letter: word for word, letter in reversed(list(words.items()))}
     letters_with_words = ", ".join(f"{letter} ({word_of[letter]})" for letter in dict.fromkeys(words.values()))
 

@@ -1,4 +1,5 @@
-"""The gated delta net: its sizes, how it is sharded, and its tensors. Without torch.
+"""The gated delta net: its sizes, how it is sharded, its tensors, and its fields in the config.json of two families.
+Without torch.
 
 Key heads are assigned to ranks in order, with their value heads.
 """
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cairn.layers.memory import ConvPart, RecurrentSpec
+from cairn.models.config_schema import has_layers, integer
+from cairn.models.decoder_config import MAX_HEADS, DecoderConfig
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import HeadShard, Slice, shard_heads
 from cairn.models.weight_specs import (
@@ -19,6 +22,10 @@ from cairn.models.weight_specs import (
     row_parallel,
     taps,
 )
+
+DELTA = "linear_attention"
+
+HAS_DELTA = has_layers(DELTA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +161,35 @@ class SeparateDeltaNetLayer(DeltaNetLayer):
                 f"{name}.o_proj", (sizes.hidden_size, sizes.values), shard.output_slice(sizes.unit_values), rank
             ),
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetConfig(DecoderConfig):
+    """A family with gated delta nets, which `layer_types` calls `linear_attention`; without any their sizes are 0.
+    `packed`: see `DeltaNetSizes`; `delta_norm_eps`: of the norm in the delta net, None for that of all others."""
+
+    packed: ClassVar[bool] = False
+    delta_norm_eps: ClassVar[float | None] = None
+
+    linear_num_key_heads: int = integer(1, MAX_HEADS, divides="linear_num_value_heads", when=HAS_DELTA)
+    linear_num_value_heads: int = integer(1, MAX_HEADS, when=HAS_DELTA)
+    linear_key_head_dim: int = integer(1, 1 << 12, when=HAS_DELTA)
+    linear_value_head_dim: int = integer(1, 1 << 12, when=HAS_DELTA)
+    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=HAS_DELTA)
+
+    @property
+    def delta_net(self) -> DeltaNetSizes:
+        """Of one gated delta net."""
+        return DeltaNetSizes(
+            hidden_size=self.hidden_size,
+            key_heads=self.linear_num_key_heads,
+            value_heads=self.linear_num_value_heads,
+            key_dim=self.linear_key_head_dim,
+            value_dim=self.linear_value_head_dim,
+            conv_kernel=self.linear_conv_kernel_dim,
+            eps=self.delta_norm_eps or self.eps,
+            packed=self.packed,
+        )
 
 
 def _by_part(shard: HeadShard, widths: tuple[int, ...]) -> tuple[Slice, ...]:

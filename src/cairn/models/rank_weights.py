@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import singledispatchmethod
 from typing import Any
 
@@ -32,28 +33,21 @@ RowsLoader = Callable[[StoredTensor], WeightRows]
 """Gives the rank's share of a matrix."""
 
 
+@dataclass(eq=False)
 class RankWeights:
-    """Draws tensors and collects the matrix products that are made of them, `linears`. Raises what `load` raises."""
+    """Draws tensors and collects the matrix products that are made of them, `linears`. Raises what `load` raises.
 
-    def __init__(
-        self,
-        load: TensorLoader,
-        kernels: Kernels,
-        device: torch.device,
-        quantization: ServedQuantization | None = None,
-        load_stored: StoredLoader | None = None,
-        lend_rows: RowsLoader | None = None,
-    ) -> None:
-        """What `load` gives is on `device`, or on the host and copied there. `quantization`: of products' weights.
-        `load_stored`: gives matrices that stay as they are stored, if there may be any. `lend_rows`: gives either in
-        memory that is only there until products have been made of it; None: there is nothing of this kind."""
-        self.linears: list[Linear] = []
-        self._load = load
-        self._kernels = kernels
-        self._device = device
-        self._quantization = quantization
-        self._load_stored = load_stored
-        self._lend_rows = lend_rows or self._read
+    What `load` gives is on `device`, or on the host and copied there. `quantization`: of products' weights.
+    `load_stored`: gives matrices that stay as they are stored, if there may be any. `lend_rows`: gives either in memory
+    that is only there until products have been made of it; None: there is nothing of this kind."""
+
+    load: TensorLoader
+    kernels: Kernels
+    device: torch.device
+    quantization: ServedQuantization | None = None
+    load_stored: StoredLoader | None = None
+    lend_rows: RowsLoader | None = None
+    linears: list[Linear] = field(init=False, default_factory=list)
 
     @singledispatchmethod
     def make(self, weight: WeightSpec) -> Any:
@@ -64,7 +58,7 @@ class RankWeights:
     @make.register
     def tensor(self, weight: StoredTensor) -> Tensor:
         """As it is loaded, on the device."""
-        return self._load(weight.name, weight.shape, weight.shard).to(self._device)
+        return self.load(weight.name, weight.shape, weight.shard).to(self.device)
 
     @make.register
     def joined(self, weight: JoinedTensors) -> Tensor:
@@ -87,12 +81,12 @@ class RankWeights:
     def linear(self, rows: Sequence[WeightRows], bias: Tensor | None = None, quantized: bool = True) -> Linear:
         """A product of rows one after the other, which are as they are stored or not."""
         shape = sum(part.shape[0] for part in rows), rows[0].shape[1]
-        if self._quantization in MADE_AT_LOAD:
+        if self.quantization in MADE_AT_LOAD:
             joined = join_rows(rows)
             packed = self._pack(joined[0] if len(joined) == 1 else dequantize_rows(joined), quantized)
         else:
-            packed = self._kernels.pack_stored(rows)
-        linear = Linear(self._kernels, packed, bias, shape)
+            packed = self.kernels.pack_stored(rows)
+        linear = Linear(self.kernels, packed, bias, shape)
         self.linears.append(linear)
         return linear
 
@@ -119,32 +113,32 @@ class RankWeights:
     def vocabulary(self, weight: StoredTensor, stays: bool = True) -> Tensor | QuantizedWeight:
         """The rows of an embedding or an output, in codes if they are stored so and weights stay as they are stored.
         `stays`: they are for more than a product that is made of them now."""
-        if self._quantization in MADE_AT_LOAD:
+        if self.quantization in MADE_AT_LOAD:
             plain: Tensor = self.tensor(weight)
             return plain
-        rows = self._read(weight).to(self._device) if stays else self._rows(weight)
+        rows = self._read(weight).to(self.device) if stays else self._rows(weight)
         return rows.dequantize() if isinstance(rows, Fp8Weight) else rows
 
     def _rows(self, weight: StoredTensor) -> WeightRows:
         """Of a product."""
-        return self._lend_rows(weight).to(self._device)
+        return (self.lend_rows or self._read)(weight).to(self.device)
 
     def _read(self, weight: StoredTensor) -> WeightRows:
-        return read_weight(weight, self._load, self._load_stored)
+        return read_weight(weight, self.load, self.load_stored)
 
     def _pack(self, weight: WeightRows, quantized: bool = True) -> Weight:
         """A weight [out, in], or a stack of experts' [E, out, in], for the kernels' products."""
         if not isinstance(weight, Tensor):
-            if self._quantization not in MADE_AT_LOAD:
-                return self._kernels.pack_stored([weight])
+            if self.quantization not in MADE_AT_LOAD:
+                return self.kernels.pack_stored([weight])
             if quantized and isinstance(weight, QuantizedWeight) and weight.becomes_int4:
-                return self._kernels.pack_int4(weight.as_int4())
+                return self.kernels.pack_int4(weight.as_int4())
             weight = weight.dequantize()
-        if quantized and self._quantization == "int4":
-            return self._kernels.pack_int4(quantize_int4(weight))
-        if quantized and self._quantization == "int8":
-            return self._kernels.pack_int8(weight)
-        return self._kernels.pack(weight)
+        if quantized and self.quantization == "int4":
+            return self.kernels.pack_int4(quantize_int4(weight))
+        if quantized and self.quantization == "int8":
+            return self.kernels.pack_int8(weight)
+        return self.kernels.pack(weight)
 
 
 def _joined(rows: Sequence[WeightRows]) -> WeightRows:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import singledispatchmethod
 
 import torch
@@ -44,22 +45,15 @@ def count_weight_bytes(
     return sum(counter.count(weight) for weight in family.spec(config, stored).weights(0, num_ranks))
 
 
+@dataclass(frozen=True, eq=False)
 class ByteCounter:
     """Counts the bytes of what `RankWeights` makes."""
 
-    def __init__(
-        self,
-        family: Family,
-        dtype: torch.dtype,
-        quantization: ServedQuantization | None,
-        load_stored: StoredLoader | None,
-        packed_dtype: PackedDtype | None,
-    ) -> None:
-        self._family = family
-        self._dtype = dtype
-        self._quantization = quantization
-        self._load_stored = load_stored
-        self._packed_dtype = packed_dtype
+    family: Family
+    dtype: torch.dtype
+    quantization: ServedQuantization | None
+    load_stored: StoredLoader | None
+    packed_dtype: PackedDtype | None
 
     @singledispatchmethod
     def count(self, weight: WeightSpec) -> int:
@@ -68,7 +62,7 @@ class ByteCounter:
     @count.register
     def rows(self, weight: StoredTensor) -> int:
         """Of an embedding, which may be in codes, or of what is no matrix."""
-        (stored,) = self._stored((weight,)) if self._quantization not in MADE_AT_LOAD else (None,)
+        (stored,) = self._stored((weight,)) if self.quantization not in MADE_AT_LOAD else (None,)
         return stored.nbytes if isinstance(stored, QuantizedWeight) else self.tensor(weight)
 
     def tensor(self, weight: StoredTensor) -> int:
@@ -83,7 +77,7 @@ class ByteCounter:
     def product(self, weight: ProductSpec) -> int:
         biases = sum(map(self.tensor, weight.biases))
         stored = self._stored(weight.parts)
-        if self._quantization in MADE_AT_LOAD:
+        if self.quantization in MADE_AT_LOAD:
             return biases + self._made(weight.parts, stored, weight.precision)
         if any(stored):  # as they are, side by side
             return biases + sum(self._as_stored(*pair) for pair in zip(weight.parts, stored, strict=True))
@@ -101,16 +95,17 @@ class ByteCounter:
         """A stack of matrices, each of these parts: as they are stored if all are of one kind."""
         parts = [part for each in matrices for part in each]
         stored = self._stored(parts)
-        if self._quantization in MADE_AT_LOAD:
+        if self.quantization in MADE_AT_LOAD:
             return self._made(parts, stored)
         if all(stored) and _is_one_kind(stored):
             return sum(self._as_stored(*pair) for pair in zip(parts, stored, strict=True))
         return sum(map(self._packed, parts))
 
     def _stored(self, parts: Sequence[StoredTensor]) -> list[StoredRows | None]:
-        if self._load_stored is None:
+        load = self.load_stored
+        if load is None:
             return [None] * len(parts)
-        return [self._load_stored(part.name, part.shape, part.shard) if part.is_matrix else None for part in parts]
+        return [load(part.name, part.shape, part.shard) if part.is_matrix else None for part in parts]
 
     def _made(
         self, parts: Sequence[StoredTensor], stored: Sequence[StoredRows | None], precision: Precision = "quantized"
@@ -129,18 +124,18 @@ class ByteCounter:
         """A weight [..., out, in], not as it is stored."""
         shape, stored = weight.rank_shape, self.tensor(weight)
         numbers = math.prod(shape)
-        if precision == "quantized" and self._quantization == "int4":
+        if precision == "quantized" and self.quantization == "int4":
             return int4_bytes(torch.Size(shape))
-        if precision == "quantized" and self._quantization == "int8":
+        if precision == "quantized" and self.quantization == "int8":
             # One byte a number, and eight an output: its scale, and the sum of its row.
             return numbers + 8 * math.prod(shape[:-1])
-        if self._packed_dtype is None:
+        if self.packed_dtype is None:
             return stored
         dtype = torch.float32 if precision == "float32" else self._dtype_of(weight)
-        return stored + numbers * (self._packed_dtype(dtype).itemsize - dtype.itemsize)
+        return stored + numbers * (self.packed_dtype(dtype).itemsize - dtype.itemsize)
 
     def _dtype_of(self, weight: StoredTensor) -> torch.dtype:
-        return torch.float32 if self._family.keeps_float32(weight.name) else self._dtype
+        return torch.float32 if self.family.keeps_float32(weight.name) else self.dtype
 
 
 def _is_one_kind(parts: Sequence[StoredRows | None]) -> bool:

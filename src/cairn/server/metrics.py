@@ -5,6 +5,7 @@ to this object, so two servers in one process do not mix.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -214,8 +215,8 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats, info = self.stats, self._info
         for family, needs, rows in _GROUPS:
-            for name, field, text, *label in rows if needs is None or attrgetter(needs)(info) else ():
-                value = attrgetter(field)(stats)
+            for name, place, text, *label in rows if needs is None or attrgetter(needs)(info) else ():
+                value = attrgetter(place)(stats)
                 yield self._family(family, name, text, label, _samples(value, len(label)))
         text = "Share of the pages that running requests hold, 0 to 1."
         yield self._family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, (), {(): stats.pool.usage})
@@ -322,6 +323,7 @@ class Metrics:
         return family.labels(*self._labels)
 
 
+@dataclass(slots=True)
 class RequestMeter:
     """Measures one answer to a request from its arrival to its end. Times are seconds of one clock.
 
@@ -329,32 +331,23 @@ class RequestMeter:
     tokens: one list for all meters of the request. `max_model_len`: tokens of prompt and answer at most.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        arrival_time: float,
-        request: GenerateRequest,
-        index: int,
-        lengths: list[int],
-        max_model_len: int,
-    ) -> None:
-        self._metrics = metrics
-        self._arrival_time = arrival_time
-        self._request = request
-        self._index = index
-        self._lengths = lengths
-        self._max_model_len = max_model_len
-        self._first: float | None = None
-        self._last = arrival_time
-        self._num_tokens = 0
-        self._ended = False
+    metrics: Metrics
+    arrival_time: float
+    request: GenerateRequest
+    index: int
+    lengths: list[int]
+    max_model_len: int
+    _first: float | None = field(init=False, default=None)
+    _last: float = field(init=False, default=0.0)
+    _num_tokens: int = field(init=False, default=0)
+    _ended: bool = field(init=False, default=False)
 
     def record(self, output: GenerateOutput, now: float) -> None:
-        metrics = self._metrics
+        metrics = self.metrics
         if output.token_ids:
             if self._first is None:
                 self._first = now
-                metrics.first_token.observe(now - self._arrival_time)
+                metrics.first_token.observe(now - self.arrival_time)
             else:
                 metrics.inter_token.observe((now - self._last) / len(output.token_ids))
             self._last = now
@@ -366,24 +359,24 @@ class RequestMeter:
         """The request ended without a last output, or has ended already."""
         if not self._ended:
             self._ended = True
-            self._metrics.finished[reason].inc()
+            self.metrics.finished[reason].inc()
 
     def _finish(self, output: GenerateOutput, now: float) -> None:
-        metrics = self._metrics
-        metrics.whole_request.observe(now - self._arrival_time)
-        num_prompt_tokens = len(self._request.prompt) // 8
-        max_tokens = 1 if self._request.prefill_only else self._request.stop_conditions.max_tokens
-        if self._index == 0:
+        metrics = self.metrics
+        metrics.whole_request.observe(now - self.arrival_time)
+        num_prompt_tokens = len(self.request.prompt) // 8
+        max_tokens = 1 if self.request.prefill_only else self.request.stop_conditions.max_tokens
+        if self.index == 0:
             metrics.prompt_tokens.observe(num_prompt_tokens)
         if output.cache is not None:
             num_reused = output.cache.cached_tokens + output.cache.received_tokens
             metrics.computed_tokens.observe(num_prompt_tokens - num_reused)
-        metrics.max_tokens.observe(self._max_model_len - num_prompt_tokens if max_tokens is None else max_tokens)
+        metrics.max_tokens.observe(self.max_model_len - num_prompt_tokens if max_tokens is None else max_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
-        self._lengths.append(self._num_tokens)
-        if len(self._lengths) == self._request.num_answers:
-            metrics.num_answers.observe(self._request.num_answers)
-            metrics.longest_answer.observe(max(self._lengths))
+        self.lengths.append(self._num_tokens)
+        if len(self.lengths) == self.request.num_answers:
+            metrics.num_answers.observe(self.request.num_answers)
+            metrics.longest_answer.observe(max(self.lengths))
         if output.timings is not None:
             metrics.inference_time.observe(output.timings.prefill + output.timings.decode)
             metrics.preemptions.observe(output.timings.num_preemptions)

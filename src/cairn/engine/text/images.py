@@ -5,7 +5,7 @@ worked out from the image's size alone; the pixels go along to the engine.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -22,24 +22,18 @@ TokenText = Callable[[int], str | None]
 """The text of a token id, None for an id that the tokenizer does not know."""
 
 
+@dataclass(frozen=True, slots=True)
 class ImagePrompts:
-    """What one model's prompts look like where there are images. Safe to use from several threads."""
+    """What one model's prompts look like where there are images. Safe to use from several threads.
 
-    def __init__(
-        self,
-        processor: ImageProcessor,
-        image_token: int,
-        other_tokens: frozenset[int],
-        end_token: int,
-        markers: tuple[str, ...],
-    ) -> None:
-        """`image_token`: what the template writes for an image. `other_tokens`: placeholders of what is not served
-        (videos). `end_token`: what it writes after an image. `markers`: the texts of all placeholders."""
-        self.processor = processor
-        self.markers = markers
-        self.token = image_token
-        self._others = other_tokens
-        self._end = end_token
+    `token`: what the template writes for an image. `other_tokens`: placeholders of what is not served (videos).
+    `end_token`: what it writes after an image. `markers`: the texts of all placeholders."""
+
+    processor: ImageProcessor
+    token: int
+    other_tokens: frozenset[int]
+    end_token: int
+    markers: tuple[str, ...]
 
     @classmethod
     def read(cls, folder: Path, token_text: TokenText) -> "ImagePrompts | None":
@@ -74,7 +68,7 @@ class ImagePrompts:
         """
         tokens = np.array(rendered.token_ids, dtype=np.int64)
         places = np.flatnonzero(tokens == self.token)
-        if len(places) != len(pictures) or np.isin(tokens, list(self._others)).any():
+        if len(places) != len(pictures) or np.isin(tokens, list(self.other_tokens)).any():
             raise InvalidRequest(
                 f"the prompt has {len(places)} placeholders for {len(pictures)} images: placeholders must not be "
                 "written as text, and the chat template must take every image",
@@ -115,7 +109,7 @@ class ImagePrompts:
     def _ends(self, tokens: list[int], images: list[ImageInput]) -> list[int]:
         """Where each image ends, the token that closes it included; ascending."""
         ends = [image.start + image.length for image in images]
-        return [end + 1 if end < len(tokens) and tokens[end] == self._end else end for end in ends]
+        return [end + 1 if end < len(tokens) and tokens[end] == self.end_token else end for end in ends]
 
 
 def _grid(processor: ImageProcessor, where: str, picture: Pixels) -> Grid:

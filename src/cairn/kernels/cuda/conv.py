@@ -205,29 +205,24 @@ def conv(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     snapshots = torch.empty((host.num_snapshots, width - 1, channels), dtype=states.dtype, device=x.device)
     biases = weight if bias is None else bias
-    taps = power_of_2(width - 1)
+    block = _block(channels, _DECODE_CHANNELS)
+    parts, tile = triton.cdiv(channels, block), {"TAPS": power_of_2(width - 1), "CHANNELS": block, "num_warps": 2}
     variant = {"HAS_BIAS": bias is not None, "SILU": silu, "W": width}
     if metadata.one_by_one and host.first_prefill:
-        block = _block(channels, _DECODE_CHANNELS)
-        _tokens_kernel[(triton.cdiv(channels, block), host.first_prefill)](
+        _tokens_kernel[(parts, host.first_prefill)](
             *(x, weight, biases, states, out, snapshots),
             *(batch.cu_seqlens, batch.state_slots, batch.seq_starts, metadata.seq_snapshots, metadata.snapshot_offsets),
             *(host.num_in_place, channels, x.stride(0), states.stride(0)),
             **variant,
-            TAPS=taps,
-            CHANNELS=block,
-            num_warps=2,
+            **tile,
         )
     elif host.num_decodes:
-        block = _block(channels, _DECODE_CHANNELS)
-        _decode_kernel[(triton.cdiv(channels, block), host.num_decodes)](
+        _decode_kernel[(parts, host.num_decodes)](
             *(x, weight, biases, states, out, snapshots),
             *(batch.state_slots, batch.seq_starts, metadata.seq_snapshots),
             *(channels, x.stride(0), states.stride(0)),
             **variant,
-            TAPS=taps,
-            CHANNELS=block,
-            num_warps=2,
+            **tile,
         )
     num_prefills = host.num_seqs - host.first_prefill
     if num_prefills:
@@ -242,15 +237,12 @@ def conv(
             num_warps=4,
         )
         # Afterwards, because the rows of a sequence, which may be several programs', want the state before them.
-        block = _block(channels, _DECODE_CHANNELS)
-        _update_states_kernel[(triton.cdiv(channels, block), num_prefills)](
+        _update_states_kernel[(parts, num_prefills)](
             *(x, states, snapshots),
             *(batch.cu_seqlens, batch.state_slots, batch.seq_starts, metadata.seq_snapshots, metadata.snapshot_offsets),
             *(host.first_prefill, channels, x.stride(0), states.stride(0)),
             W=width,
-            TAPS=taps,
-            CHANNELS=block,
-            num_warps=2,
+            **tile,
         )
     return out, snapshots
 

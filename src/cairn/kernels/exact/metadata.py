@@ -21,11 +21,9 @@ ROW_TILE: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
-    """One sequence's rows [first_row, first_row + length) of the batch in the one-token form, at positions from `start`
-    on: the one row of a decode, or all those of a verify or of a fold. `in_place`: whether its live state is written.
-    Snapshot `first_snapshot + i` is taken after the first `offsets[i]` tokens.
-    """
+class _SequenceRows:
+    """One sequence's rows [first_row, first_row + length) of the batch, at positions from `start` on. Snapshot
+    `first_snapshot + i` is taken after the first `offsets[i]` tokens."""
 
     slot: int
     first_row: int
@@ -33,6 +31,13 @@ class Decode:
     length: int
     offsets: tuple[int, ...]
     first_snapshot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decode(_SequenceRows):
+    """Rows in the one-token form: the one row of a decode, or all those of a verify or of a fold. `in_place`: whether
+    the live state is written."""
+
     in_place: bool
 
     @property
@@ -59,19 +64,9 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
-    """One sequence's rows [first_row, first_row + length) of the batch, at positions from `start` on.
-
-    Laid out on the grid of chunks they have `front` rows before them and some after, whole chunks together. Snapshot
-    `first_snapshot + i` is taken after the first `offsets[i]` tokens.
-    """
-
-    slot: int
-    first_row: int
-    start: int
-    length: int
-    offsets: tuple[int, ...]
-    first_snapshot: int
+class Prefill(_SequenceRows):
+    """Rows in the chunked form. Laid out on the grid of chunks they have `front` rows before them and some after, whole
+    chunks together."""
 
     @property
     def rows(self) -> slice:

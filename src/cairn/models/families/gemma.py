@@ -3,7 +3,7 @@ a window of tokens in some layers and all of them in the others, then a GeGLU, w
 has norms of heads and turns by another base where there is a window; Gemma 2 bounds scores and logits. There is no
 recurrent state, so any matched length is a hit. Of a checkpoint that also sees the text model alone is served."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from cairn.models.config_schema import (
     MAX_LAYERS,
     Fields,
     boolean,
+    by_layer,
     custom,
     integer,
     layer_kinds,
@@ -32,20 +33,19 @@ from cairn.models.rotary import SCALED, RopeKind, RopeScaling, RotarySpec, rope_
 from cairn.models.weight_specs import MixerSpec
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
-KINDS: Mapping[str, str] = MappingProxyType({WINDOWED: WINDOWED, FULL: FULL})
+KINDS = WINDOWED, FULL
 
 FULL_ROPE = RopeKind(FULL, ("default", *SCALED), theta="rope_theta", scaling="rope_scaling")
 WINDOWED_ROPE = RopeKind(WINDOWED, theta="rope_local_base_freq")
 
 
-def _every(fields: Fields, period: int) -> tuple[str, ...]:
-    """The last of so many layers sees all tokens."""
-    count = fields.integer("num_hidden_layers", 1, MAX_LAYERS, default=26)
-    return tuple(WINDOWED if (index + 1) % period else FULL for index in range(count))
+def every(period: int, count: int) -> Callable[[Fields], tuple[str, ...]]:
+    """See `by_layer`. The last of so many layers sees all tokens."""
+    return by_layer(lambda index: WINDOWED if (index + 1) % period else FULL, count)
 
 
 def _by_pattern(fields: Fields) -> tuple[str, ...]:
-    return _every(fields, fields.integer("sliding_window_pattern", 1, MAX_LAYERS, default=6))
+    return every(fields.integer("sliding_window_pattern", 1, MAX_LAYERS, default=6), 26)(fields)
 
 
 def softcap(default: float | None) -> Any:
@@ -63,7 +63,7 @@ def softcap(default: float | None) -> Any:
 class Gemma2Config(DecoderConfig):
     """Defaults are transformers'. `sliding_window`: 0 in a model without windows."""
 
-    layer_types: tuple[str, ...] = layer_kinds(KINDS, default=lambda fields: _every(fields, 2))
+    layer_types: tuple[str, ...] = layer_kinds(KINDS, default=every(2, 26))
     vocab_size: int = integer(1, 1 << 24, default=256_000)
     hidden_size: int = integer(1, 1 << 20, default=2304)
     max_position_embeddings: int = integer(1, 1 << 30, default=8192, fact=False)

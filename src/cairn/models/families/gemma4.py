@@ -17,7 +17,7 @@ from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, inte
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NormedMixer, SideBySideMixers
-from cairn.models.families.gemma import FULL, KINDS, WINDOWED, softcap
+from cairn.models.families.gemma import FULL, KINDS, WINDOWED, every, softcap
 from cairn.models.feed_forward import ExpertsLayer, FeedForwardSizes, GatedMLPLayer, NormedRule
 from cairn.models.layer_inputs import LayerInputLayer, LayerInputsSpec
 from cairn.models.nested_config import INNER_EOS, is_nested, parts_beside, text_config, text_prefix
@@ -46,11 +46,6 @@ def _with_positions(raw: Mapping[str, object]) -> Mapping[str, object]:
 def _nested(raw: Mapping[str, object]) -> Fields:
     text = raw.get("text_config")
     return text_config(tied=True)({**raw, "text_config": _with_positions(text)} if isinstance(text, Mapping) else raw)
-
-
-def _by_six(fields: Fields) -> tuple[str, ...]:
-    count = fields.integer("num_hidden_layers", 1, MAX_LAYERS, default=30)
-    return tuple(WINDOWED if (index + 1) % 6 else FULL for index in range(count))
 
 
 def _ends_full(fields: Fields, name: str, config: Any) -> bool:
@@ -144,7 +139,7 @@ class Gemma4Config(DecoderConfig):
 
     scaling_extends: ClassVar[bool] = False
 
-    layer_types: tuple[str, ...] = layer_kinds(KINDS, default=_by_six)
+    layer_types: tuple[str, ...] = layer_kinds(KINDS, default=every(6, 30))
     ends_full: bool = custom(_ends_full, fact=False)
     vocab_size: int = integer(1, 1 << 24, default=262_144)
     hidden_size: int = integer(1, 1 << 20, default=2304)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, number, only, reach
+from cairn.models.config_schema import boolean, by_layer, integer, layer_kinds, number, only, reach
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer
@@ -30,17 +30,14 @@ YARN = MappingProxyType(
 )
 
 
-def _in_turn(fields: Fields) -> tuple[str, ...]:
-    count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
-    return tuple(FULL if index % 2 else SLIDING for index in range(count))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptOssConfig(DecoderConfig):
     """`sliding_window`: tokens that a token of a layer with a window sees, itself among them; 0 where no layer has
     one."""
 
-    layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({SLIDING: SLIDING, FULL: FULL}), default=_in_turn)
+    layer_types: tuple[str, ...] = layer_kinds(
+        (SLIDING, FULL), default=by_layer(lambda index: FULL if index % 2 else SLIDING)
+    )
     sliding_window: int = reach(SLIDING, default=128)
     eps: float = number(1e-12, 1.0, default=1e-5, names=("rms_norm_eps",))
     head_dim: int = integer(1, 1 << 12, default=64)

@@ -5,10 +5,9 @@ length is a hit."""
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from cairn.models.attention import AttentionLayer
-from cairn.models.config_schema import MAX_LAYERS, boolean, integer, layer_kinds, number, only
+from cairn.models.config_schema import boolean, by_layer, integer, layer_kinds, number, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NamedMixer, ScaledMixer
@@ -23,10 +22,7 @@ ATTENTION = "full_attention"
 class DenseGraniteConfig(DecoderConfig):
     """`mlp_bias`: of all three matrices of a SwiGLU."""
 
-    layer_types: tuple[str, ...] = layer_kinds(
-        MappingProxyType({ATTENTION: ATTENTION}),
-        default=lambda fields: (ATTENTION,) * fields.integer("num_hidden_layers", 1, MAX_LAYERS),
-    )
+    layer_types: tuple[str, ...] = layer_kinds((ATTENTION,), default=by_layer(lambda index: ATTENTION))
     rope_theta: float = rope_theta()
     rope_scaling: RopeScaling | None = rope_scaling()
     attention_multiplier: float = number(1e-9, 1e6, default=1.0)

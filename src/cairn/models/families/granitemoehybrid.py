@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cairn.models.attention import AttentionLayer
-from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, number, only
+from cairn.models.config_schema import by_layer, integer, layer_kinds, number, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NamedMixer, ScaledMixer
@@ -30,9 +30,7 @@ class GraniteConfig(Mamba2Config):
     """`rope_theta` 0: attention without positions. `num_local_experts` 0: no mixture."""
 
     layer_types: tuple[str, ...] = layer_kinds(
-        KINDS,
-        names=("layer_types", "layers_block_type"),
-        default=lambda fields: (MAMBA,) * fields.integer("num_hidden_layers", 1, MAX_LAYERS),
+        KINDS, names=("layer_types", "layers_block_type"), default=by_layer(lambda index: MAMBA)
     )
     # "nope" is what the checkpoints say, null what transformers writes.
     position_embedding_type: str = only("nope", "rope")

@@ -44,9 +44,7 @@ class Lfm2Config(DecoderConfig):
     """`conv_L_cache`: how many inputs the convolution sees; `conv_bias`: of convolution and projections;
     `intermediate_size`: of SwiGLU's three matrices, as it is used."""
 
-    layer_types: tuple[str, ...] = layer_kinds(
-        MappingProxyType({CONV: CONV, ATTENTION: ATTENTION}), default=_first_published
-    )
+    layer_types: tuple[str, ...] = layer_kinds((CONV, ATTENTION), default=_first_published)
     eps: float = number(1e-12, 1.0, default=1e-5, names=("norm_eps",))
     # The older name counts where both are said, as in transformers.
     tie_word_embeddings: bool = boolean(default=True, names=("tie_embedding", "tie_word_embeddings"))
@@ -92,18 +90,21 @@ class Lfm2Config(DecoderConfig):
 
 FAMILY = Family(model_type="lfm2", architecture="Lfm2ForCausalLM", config=Lfm2Config)
 
-RECIPE = Recipe(
-    architecture=FAMILY.architecture,
-    model_type=FAMILY.model_type,
-    # About 6 M parameters, a checkpoint is 1 page of 16 tokens; about 300 M parameters.
-    sizes={
+LAYERS = MappingProxyType(
+    {
         "num_hidden_layers": by_size(8, 24),
         "layer_types": by_size([CONV, CONV, ATTENTION, CONV, CONV, ATTENTION, CONV, CONV], [CONV, CONV, ATTENTION] * 8),
         "hidden_size": by_size(256, 1024),
         "num_attention_heads": by_size(4, 16),
         "num_key_value_heads": by_size(2, 8),
-        "block_ff_dim": by_size(768, 4096),
-    },
+    }
+)
+
+RECIPE = Recipe(
+    architecture=FAMILY.architecture,
+    model_type=FAMILY.model_type,
+    # About 6 M parameters, a checkpoint is 1 page of 16 tokens; about 300 M parameters.
+    sizes={**LAYERS, "block_ff_dim": by_size(768, 4096)},
     fields={
         "block_auto_adjust_ff_dim": True,
         "block_ffn_dim_multiplier": 1.0,

@@ -4,13 +4,12 @@ attention, and behind the first layers' SwiGLU in all others a mixture of them."
 from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any
 
 from cairn.models.config_schema import boolean, integer, layer_kinds, number
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH
-from cairn.models.families.lfm2 import ATTENTION, CONV, Lfm2Config
+from cairn.models.families.lfm2 import ATTENTION, CONV, LAYERS, Lfm2Config
 from cairn.models.feed_forward import ExpertsLayer, SigmoidRule
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.weight_specs import MixerSpec
@@ -27,7 +26,7 @@ def _has_sparse(config: Any) -> bool:
 class Lfm2MoeConfig(Lfm2Config):
     """`num_dense_layers`: the first ones have a single SwiGLU; sizes of what no layer has are 0."""
 
-    layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({CONV: CONV, ATTENTION: ATTENTION}))
+    layer_types: tuple[str, ...] = layer_kinds((CONV, ATTENTION))
     num_dense_layers: int = integer(0, lambda config: len(config.layer_types), default=2)
     intermediate_size: int = integer(1, MAX_WIDTH, default=7168, when=attrgetter("num_dense_layers"))
     moe_intermediate_size: int = integer(1, MAX_WIDTH, default=1792, when=_has_sparse)
@@ -74,11 +73,7 @@ RECIPE = Recipe(
     model_type=FAMILY.model_type,
     # About 8 M parameters, a checkpoint is 1 page of 16 tokens; about 300 M parameters.
     sizes={
-        "num_hidden_layers": by_size(8, 24),
-        "layer_types": by_size([CONV, CONV, ATTENTION, CONV, CONV, ATTENTION, CONV, CONV], [CONV, CONV, ATTENTION] * 8),
-        "hidden_size": by_size(256, 1024),
-        "num_attention_heads": by_size(4, 16),
-        "num_key_value_heads": by_size(2, 8),
+        **LAYERS,
         "intermediate_size": by_size(512, 2816),
         "moe_intermediate_size": by_size(128, 160),
         "num_dense_layers": 2,

@@ -9,7 +9,16 @@ from typing import Any, ClassVar
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer, AttentionSizes
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, has_layers, integer, layer_kinds, number, reach
+from cairn.models.config_schema import (
+    Fields,
+    boolean,
+    by_layer,
+    has_layers,
+    integer,
+    layer_kinds,
+    number,
+    reach,
+)
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec
@@ -33,11 +42,9 @@ ROPE: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """`rope_parameters` where config.json has none."""
 
 
-def _woven(fields: Fields) -> tuple[str, ...]:
+def _woven(index: int) -> str:
     """Of four layers one sees all tokens and, but for the first four, one a window."""
-    count = fields.integer("num_hidden_layers", 1, MAX_LAYERS, default=24)
-    kinds = {2: FULL, 0: WINDOWED}
-    return tuple(kinds.get(index % 4, CONV) if index else CONV for index in range(count))
+    return {2: FULL, 0: WINDOWED}.get(index % 4, CONV) if index else CONV
 
 
 def _with_positions(raw: Mapping[str, object]) -> Fields:
@@ -51,9 +58,7 @@ class Lfm3Config(DecoderConfig):
 
     scaling_extends: ClassVar[bool] = False
 
-    layer_types: tuple[str, ...] = layer_kinds(
-        MappingProxyType({CONV: CONV, WINDOWED: WINDOWED, FULL: FULL}), default=_woven
-    )
+    layer_types: tuple[str, ...] = layer_kinds((CONV, WINDOWED, FULL), default=by_layer(_woven, count=24))
     vocab_size: int = integer(1, 1 << 24, default=128_000)
     hidden_size: int = integer(1, 1 << 20, default=2048)
     max_position_embeddings: int = integer(1, 1 << 30, default=128_000, fact=False)

@@ -5,7 +5,6 @@ length is a hit. Of a checkpoint that also sees the text model alone is served."
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from cairn.kernels.attention_rule import AttentionRule
@@ -73,7 +72,7 @@ class Llama4Config(DecoderConfig):
 
     scaling_extends: ClassVar[bool] = False
 
-    layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({CHUNKED: CHUNKED, FULL: FULL}), default=_by_positions)
+    layer_types: tuple[str, ...] = layer_kinds((CHUNKED, FULL), default=_by_positions)
     kinds_agree: bool = custom(_with_kinds, fact=False)
     vocab_size: int = integer(1, 1 << 24, default=202_048)
     hidden_size: int = integer(1, 1 << 20, default=5120)

@@ -3,25 +3,19 @@ and before its SwiGLU, or attention whose norms come after it and after its SwiG
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from cairn.models.attention import AttentionLayer
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, has_layers, integer, layer_kinds, only
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
+from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer
 from cairn.models.feed_forward import GatedMLPLayer
-from cairn.models.gated_delta_net import DeltaNetSizes, SeparateDeltaNetLayer
+from cairn.models.gated_delta_net import DELTA, HAS_DELTA, DeltaNetConfig, SeparateDeltaNetLayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 
-DELTA, FULL = "linear_attention", "full_attention"
-
-_HAS_DELTA = has_layers(DELTA)
-
-DELTA_NORM_EPS = 1e-5
-"""Of the norm in the delta net, whatever config.json says of the others."""
+FULL = "full_attention"
 
 
 def _every_fourth(fields: Fields) -> tuple[str, ...]:
@@ -44,11 +38,14 @@ def _turns(config: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OlmoHybridConfig(DecoderConfig):
+class OlmoHybridConfig(DeltaNetConfig):
     """Sizes of a layer kind that the model does not have are 0. `has_positions`: whether attention's are rotary, or
     there are none."""
 
-    layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({DELTA: DELTA, FULL: FULL}), default=_every_fourth)
+    # Whatever config.json says of the other norms.
+    delta_norm_eps: ClassVar[float | None] = 1e-5
+
+    layer_types: tuple[str, ...] = layer_kinds((DELTA, FULL), default=_every_fourth)
     has_attention: bool = custom(lambda fields, name, config: FULL in config.layer_types, fact=False)
     num_attention_heads: int = integer(1, MAX_HEADS, divides="hidden_size")
     has_positions: bool = custom(_has_positions)
@@ -59,35 +56,20 @@ class OlmoHybridConfig(DecoderConfig):
         MAX_HEADS,
         default=lambda config: config.num_attention_heads,
         divides="linear_num_value_heads",
-        when=_HAS_DELTA,
+        when=HAS_DELTA,
     )
     linear_num_value_heads: int = integer(
-        1, MAX_HEADS, default=lambda config: config.num_attention_heads, when=_HAS_DELTA
+        1, MAX_HEADS, default=lambda config: config.num_attention_heads, when=HAS_DELTA
     )
     linear_key_head_dim: int = integer(
-        1, 1 << 12, default=lambda config: int(0.75 * config.hidden_size / config.linear_num_key_heads), when=_HAS_DELTA
+        1, 1 << 12, default=lambda config: int(0.75 * config.hidden_size / config.linear_num_key_heads), when=HAS_DELTA
     )
     linear_value_head_dim: int = integer(
-        1, 1 << 12, default=lambda config: 2 * config.linear_key_head_dim, when=_HAS_DELTA
+        1, 1 << 12, default=lambda config: 2 * config.linear_key_head_dim, when=HAS_DELTA
     )
-    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=_HAS_DELTA)
-    linear_allow_neg_eigval: bool = boolean(default=True, when=_HAS_DELTA)
+    linear_allow_neg_eigval: bool = boolean(default=True, when=HAS_DELTA)
     intermediate_size: int = integer(1, MAX_WIDTH)
     hidden_act: str = only("silu")
-
-    @property
-    def delta_net(self) -> DeltaNetSizes:
-        """Of one gated delta net."""
-        return DeltaNetSizes(
-            hidden_size=self.hidden_size,
-            key_heads=self.linear_num_key_heads,
-            value_heads=self.linear_num_value_heads,
-            key_dim=self.linear_key_head_dim,
-            value_dim=self.linear_value_head_dim,
-            conv_kernel=self.linear_conv_kernel_dim,
-            eps=DELTA_NORM_EPS,
-            packed=False,
-        )
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         rotary = RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling) if self.rope_theta else None

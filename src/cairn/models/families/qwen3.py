@@ -3,10 +3,9 @@ keys and rotary positions, then a SwiGLU. There is no recurrent state, so any ma
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from cairn.models.attention import AttentionLayer
-from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, only, unread
+from cairn.models.config_schema import by_layer, integer, layer_kinds, only, unread
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer
@@ -22,10 +21,7 @@ ATTENTION = "full_attention"
 class Qwen3Config(DecoderConfig):
     """`sliding_window` counts where `use_sliding_window` is true."""
 
-    layer_types: tuple[str, ...] = layer_kinds(
-        MappingProxyType({ATTENTION: ATTENTION}),
-        default=lambda fields: (ATTENTION,) * fields.integer("num_hidden_layers", 1, MAX_LAYERS),
-    )
+    layer_types: tuple[str, ...] = layer_kinds((ATTENTION,), default=by_layer(lambda index: ATTENTION))
     head_dim: int = integer(1, 1 << 12, default=128)
     rope_theta: float = rope_theta()
     rope_scaling: RopeScaling | None = rope_scaling()

@@ -15,7 +15,6 @@ from cairn.models.config_schema import (
     Fields,
     boolean,
     custom,
-    has_layers,
     integer,
     layer_kinds,
     only,
@@ -23,17 +22,15 @@ from cairn.models.config_schema import (
     unread,
 )
 from cairn.models.contract import Family
-from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
+from cairn.models.decoder_config import HAS_ATTENTION, MAX_WIDTH
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer
 from cairn.models.feed_forward import ExpertsLayer, GatedMLPLayer, SoftmaxRule
-from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
+from cairn.models.gated_delta_net import DELTA, DeltaNetConfig, DeltaNetLayer
 from cairn.models.nested_config import INNER_EOS, is_nested, text_config
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_fields, rope_scaling
 
-DELTA, FULL = "linear_attention", "full_attention"
-
-_HAS_DELTA = has_layers(DELTA)
+FULL = "full_attention"
 
 
 def _by_interval(fields: Fields) -> tuple[str, ...]:
@@ -95,7 +92,7 @@ def has_dense(config: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen35Config(DecoderConfig):
+class Qwen35Config(DeltaNetConfig):
     """Sizes of a layer kind that the model does not have are 0.
 
     `nested`: the text model is a part of one that also sees, in config.json as in tensors' names; `packed`: the delta
@@ -104,9 +101,7 @@ class Qwen35Config(DecoderConfig):
     `sliding_window` counts where `use_sliding_window` is true.
     """
 
-    packed: ClassVar[bool] = False
-
-    layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({DELTA: DELTA, FULL: FULL}), default=_by_interval)
+    layer_types: tuple[str, ...] = layer_kinds((DELTA, FULL), default=_by_interval)
     sparse_layers: tuple[int, ...] = custom(lambda fields, name, config: ())
     eos_token_ids: tuple[int, ...] = token_ids(names=("eos_token_id", INNER_EOS), fact=False)
     # gated attention
@@ -118,12 +113,6 @@ class Qwen35Config(DecoderConfig):
     )
     rope_scaling: RopeScaling | None = rope_scaling(when=HAS_ATTENTION)
     mrope_section: tuple[int, int, int] | None = custom(_mrope_section, default=None, when=HAS_ATTENTION)
-    # gated delta net
-    linear_num_key_heads: int = integer(1, MAX_HEADS, divides="linear_num_value_heads", when=_HAS_DELTA)
-    linear_num_value_heads: int = integer(1, MAX_HEADS, when=_HAS_DELTA)
-    linear_key_head_dim: int = integer(1, 1 << 12, when=_HAS_DELTA)
-    linear_value_head_dim: int = integer(1, 1 << 12, when=_HAS_DELTA)
-    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=_HAS_DELTA)
     # MLP and mixture of experts
     intermediate_size: int = integer(1, MAX_WIDTH, when=has_dense)
     num_experts: int = integer(1, 1 << 12, when=HAS_SPARSE)
@@ -143,20 +132,6 @@ class Qwen35Config(DecoderConfig):
         """Of one attention layer."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         return AttentionSizes(self.hidden_size, heads, kv_heads, self.head_dim, gated=True)
-
-    @property
-    def delta_net(self) -> DeltaNetSizes:
-        """Of one gated delta net."""
-        return DeltaNetSizes(
-            hidden_size=self.hidden_size,
-            key_heads=self.linear_num_key_heads,
-            value_heads=self.linear_num_value_heads,
-            key_dim=self.linear_key_head_dim,
-            value_dim=self.linear_value_head_dim,
-            conv_kernel=self.linear_conv_kernel_dim,
-            eps=self.eps,
-            packed=self.packed,
-        )
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`. Norms are centred, but for the one in the delta net."""
