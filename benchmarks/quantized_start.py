@@ -17,19 +17,22 @@ thread and by all; and the checkpoint in bfloat16.
             in common is constant (compiled loops, Python by tensor), and the rest grows with the bytes, at so many
             GB/s: to be compared with a disk's. By the wall, and by the processor's time, which other work disturbs less
 
-With --reading something else is measured: a start from a disk, beside what any start has to do. Every figure is of a
-process of its own, and reading and loading the same files take turns.
+With --reading something else is measured: a start from a disk, beside what any start has to do. A disk's pace differs
+from minute to minute, so the same files are read and loaded in turn in one process, --rounds times within seconds of
+each other, and ratios are medians over those turns. All is imported before, and compiled loops are those of the cache.
   read      the bytes of the files, read into one new buffer (`preadv`, in huge pages as weights have them); page faults
-            are counted
-  cold      the system has been told to forget the files before. What it says that it has read from the disk
-            (/proc/self/io) is held to be all of them, so a file that another process maps, or a folder in memory, is
-            an error
-  load      `open_model` and `build`, after a tiny checkpoint in bfloat16: what is imported is not counted, and compiled
-            loops that the cache has are
+            are counted. The system has been told to forget the files before. What it says that it has read from the
+            disk (/proc/self/io) is held to be all of them, so a file that another process maps, or a folder in memory,
+            is an error
+  cold      `open_model` and `build`, the files forgotten likewise
+  warm      the same, the files in the system's memory: what a start takes besides the disk
   seconds   by the wall, less those in which the calling thread could have run and had no core (its schedstat in /proc),
-            the least of all turns. What the loops' other threads wait for is not taken off: on a busy machine give
+            the median of all turns. What the loops' other threads wait for is not taken off: on a busy machine give
             --cpu-threads 1
-  load / read    the median of the turns' ratios
+  / read    cold over read: 1 is a start as fast as this disk reads
+  / bound   cold over the longer one of read and warm, of which no start can be shorter: 1 where disk and processor
+            work at the same time all along, up to 2 where one waits for the other. It depends little on the disk
+  pace      bytes over warm: a disk that reads no faster is all that a start waits for
 """
 
 import argparse
@@ -270,14 +273,13 @@ def copy_mapped(file: Path) -> Tensor:
     return torch.empty_like(mapped).copy_(mapped)
 
 
-def run_in_process(act: str, place: Path, num_threads: int) -> dict[str, float]:
+def run_in_process(act: str, place: Path, num_threads: int, rounds: int = 1) -> Any:
     """One of ACTS in a process of its own, with the threads of a server."""
-    words = "--act", act, "--place", str(place), "--folder", str(place.parent)
+    words = "--act", act, "--place", str(place), "--folder", str(place.parent), "--rounds", str(rounds)
     command = [sys.executable, "-m", "benchmarks.quantized_start", *words]
     variables = {**os.environ, **thread_variables(num_threads, os.environ)}
     answer = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True)
-    loaded: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
-    return loaded
+    return json.loads(answer.stdout.splitlines()[-1])
 
 
 def measure(places: Mapping[str, Path], rounds: int, num_threads: int) -> dict[str, dict[str, float]]:
@@ -303,27 +305,41 @@ def measure(places: Mapping[str, Path], rounds: int, num_threads: int) -> dict[s
 
 # -- starts from a disk ------------------------------------------------------------------------------------------------
 
+Turn = dict[str, dict[str, float]]
+"""What `timing` tells of a reading, a cold start and a warm one."""
 
-def read_once(place: Path, cold: bool) -> dict[str, float]:
-    """Of reading a checkpoint's files into one buffer."""
-    files, num_bytes = files_of(place)
-    with timing(files, cold) as timed:
-        buffer, filled = memoryview(np.empty(num_bytes, np.uint8)), 0
-        for file in files:
-            descriptor, begin = os.open(file, os.O_RDONLY), filled
-            while count := os.preadv(descriptor, [buffer[filled:]], filled - begin):
-                filled += count
-            os.close(descriptor)
+
+def read_into_memory(files: Sequence[Path], num_bytes: int) -> None:
+    """All the bytes of the files into one new buffer."""
+    buffer, filled = memoryview(np.empty(num_bytes, np.uint8)), 0
+    for file in files:
+        descriptor, begin = os.open(file, os.O_RDONLY), filled
+        while count := os.preadv(descriptor, [buffer[filled:]], filled - begin):
+            filled += count
+        os.close(descriptor)
     assert filled == num_bytes
-    return timed
 
 
-def start_once(place: Path, first: Path, cold: bool) -> dict[str, float]:
-    """Of loading a checkpoint. `first`: see `load_once`."""
-    open_model(first, dtype="bfloat16", keeps="codes").build(exact=False)
-    with timing(files_of(place)[0], cold) as timed:
-        open_model(place, dtype="bfloat16", keeps="codes").build(exact=False)
-    return timed
+def start_in_turns(place: Path, first: Path, rounds: int) -> list[Turn]:
+    """A checkpoint's files read and loaded in turn, so many times. `first`: see `load_once`."""
+
+    def load(path: Path = place) -> None:
+        open_model(path, dtype="bfloat16", keeps="codes").build(exact=False)
+
+    load(first)
+    files, num_bytes = files_of(place)
+    acts: dict[str, Callable[[], None]] = {"read": lambda: read_into_memory(files, num_bytes), "cold": load}
+    turns = []
+    for number in range(rounds):
+        turn = {}
+        # What comes next may be given the very memory that the one before has left, which is cheaper than other memory.
+        for act in sorted(acts, reverse=number % 2 == 0):
+            with timing(files, cold=True) as turn[act]:
+                acts[act]()
+        with timing(files, cold=False) as turn["warm"]:
+            load()
+        turns.append(turn)
+    return turns
 
 
 def memory_of_start(place: Path, first: Path) -> dict[str, float]:
@@ -342,11 +358,8 @@ def timing(files: Sequence[Path], cold: bool) -> Iterator[dict[str, float]]:
     """Gives what will be known at the end: by the wall, and by the processor in this process and for it. `cold`: the
     system is to have forgotten the files. Raises RuntimeError where it had not."""
     num_bytes = sum(file.stat().st_size for file in files)
-    if cold:
-        for file in files:
-            forget(file)
-    else:
-        seconds_of(files, lambda file: np.fromfile(file, np.uint8))
+    for file in files if cold else ():
+        forget(file)
     timed: dict[str, float] = {}
     from_disk, used = read_from_disk(), resource.getrusage(resource.RUSAGE_SELF)
     waited, begin = seconds_without_core(), time.perf_counter()
@@ -382,66 +395,54 @@ def read_from_disk() -> int:
     return int(fields["read_bytes"])
 
 
-ACTS: Mapping[str, Callable[[Path, Path], dict[str, float]]] = MappingProxyType(
+ACTS: Mapping[str, Callable[[Path, Path, int], Any]] = MappingProxyType(
     {
-        "load": load_once,
-        "read cold": lambda place, _: read_once(place, cold=True),
-        "start cold": lambda place, first: start_once(place, first, cold=True),
-        "read warm": lambda place, _: read_once(place, cold=False),
-        "start warm": lambda place, first: start_once(place, first, cold=False),
-        "memory": memory_of_start,
+        "load": lambda place, first, _: load_once(place, first),
+        "turns": start_in_turns,
+        "memory": lambda place, first, _: memory_of_start(place, first),
     }
 )
-"""What a process of its own does with a checkpoint, given a small one as well."""
-
-_TIMED = ("read cold", "start cold", "read warm", "start warm")
+"""What a process of its own does with a checkpoint, given a small one and a number of rounds as well."""
 
 
 def measure_reading(places: Mapping[str, Path], rounds: int, num_threads: int) -> dict[str, dict[str, float]]:
-    """Of each format what reading and loading take, cold and warm, by turns."""
-    turns: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in places}
-    for number in range(rounds):
-        # What runs next may be given the very memory that the one before has left, which is cheaper than other memory.
-        acts = _TIMED[:: 1 if number % 2 else -1]
-        for name, place in places.items():
-            turns[name].append({act: run_in_process(act, place, num_threads) for act in acts})
-    memory = {name: run_in_process("memory", place, num_threads) for name, place in places.items()}
-    return {name: summary_of(each, memory[name]["peak_bytes"]) for name, each in turns.items()}
+    """Of each format what reading and loading take."""
+    found = {}
+    for name, place in places.items():
+        turns = run_in_process("turns", place, num_threads, rounds)
+        found[name] = summary_of(turns, run_in_process("memory", place, num_threads)["peak_bytes"])
+    return found
 
 
-def summary_of(turns: Sequence[Mapping[str, Mapping[str, float]]], peak_bytes: float) -> dict[str, float]:
-    """Least seconds, and medians of ratios."""
-    num_bytes = turns[0]["read cold"]["bytes"]
+def summary_of(turns: Sequence[Turn], peak_bytes: float) -> dict[str, float]:
+    """Medians of seconds and of ratios."""
+    num_bytes = turns[0]["read"]["bytes"]
     summary: dict[str, float] = {"bytes": num_bytes, "peak_over_file": peak_bytes / num_bytes}
-    for act in _TIMED:
+    for act in turns[0]:
         for clock in ("seconds", "wall_seconds", "user_seconds", "system_seconds"):
-            summary[f"{act} {clock}"] = min(turn[act][clock] for turn in turns)
-    for state in ("cold", "warm"):
-        ratios = [turn[f"start {state}"]["seconds"] / turn[f"read {state}"]["seconds"] for turn in turns]
-        summary[f"{state}_over_read"] = statistics.median(ratios)
-        summary[f"{state}_beyond_read"] = summary[f"start {state} seconds"] - summary[f"read {state} seconds"]
+            summary[f"{act} {clock}"] = statistics.median(turn[act][clock] for turn in turns)
+    seconds = [{act: timed["seconds"] for act, timed in turn.items()} for turn in turns]
+    summary["cold_over_read"] = statistics.median(each["cold"] / each["read"] for each in seconds)
+    summary["cold_over_bound"] = statistics.median(each["cold"] / max(each["read"], each["warm"]) for each in seconds)
+    summary["disk_rate"] = num_bytes / summary["read seconds"]
+    summary["pace"] = num_bytes / summary["warm seconds"]
     return summary
 
 
 def reading_table(formats: Mapping[str, Mapping[str, float]]) -> Table:
-    timed = (f"{act} {state}, s" for state in ("cold", "warm") for act in ("read", "load"))
-    read, load, *warm = timed
-    columns = "file, MB", read, load, "/ read", *warm, "/ read", "processor, s: user", "system", "most memory / file"
+    disk, pace = "disk, GB/s", "pace, GB/s"
+    seconds, ratios = ("read, s", "cold, s", "warm, s"), ("/ read", "/ bound")
+    columns = "file, MB", disk, pace, *seconds, *ratios, "processor, s: user", "system", "most memory / file"
     table = Table("", *columns, title="Start from a disk")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, load in formats.items():
-        cells = (
-            cell
-            for state in ("cold", "warm")
-            for cell in (
-                f"{load[f'read {state} seconds']:.3f}",
-                f"{load[f'start {state} seconds']:.3f}",
-                f"{load[f'{state}_over_read']:.2f}",
-            )
-        )
-        processor = (f"{load[f'start cold {clock}_seconds']:.3f}" for clock in ("user", "system"))
-        table.add_row(name, f"{load['bytes'] / 1e6:,.0f}", *cells, *processor, f"{load['peak_over_file']:.2f}")
+        rates = (f"{load[rate] / 1e9:.2f}" for rate in ("disk_rate", "pace"))
+        times = (f"{load[f'{act} seconds']:.3f}" for act in ("read", "cold", "warm"))
+        over = (f"{load[ratio]:.2f}" for ratio in ("cold_over_read", "cold_over_bound"))
+        processor = (f"{load[f'cold {clock}_seconds']:.3f}" for clock in ("user", "system"))
+        cells = f"{load['bytes'] / 1e6:,.0f}", *rates, *times, *over, *processor, f"{load['peak_over_file']:.2f}"
+        table.add_row(name, *cells)
     return table
 
 
@@ -503,7 +504,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     if arguments.act is not None:
-        print(json.dumps(ACTS[arguments.act](arguments.place, arguments.folder / TINY)))
+        print(json.dumps(ACTS[arguments.act](arguments.place, arguments.folder / TINY, arguments.rounds)))
         return
     with tempfile.TemporaryDirectory(prefix="cairn-start-") as scratch:
         folder = arguments.folder or Path(scratch)

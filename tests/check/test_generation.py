@@ -28,6 +28,7 @@ from cairn.cli import main
 from cairn.engine.contract import TokenLogprobs
 from cairn.errors import ConfigError, ModelError
 from models.gguf_files import write_gguf
+from models.packed_checkpoints import FORMATS, write_packed
 from source_scan import ROOT
 from tiers import long
 
@@ -190,29 +191,86 @@ def test_a_gguf_file_is_the_same_model(model, tmp_path, capsys):
     assert "the same model" in capsys.readouterr().out
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
-    ("method", "wanted"),
+    ("name", "dtype"),
     [
-        ("gguf", "accelerate"),
-        ("fp8", "accelerate"),
-        ("compressed-tensors", "accelerate and compressed_tensors"),
-        ("awq", None),
+        ("W4A16", "float32"),
+        long("W8A16", "float32"),
+        ("W8A8", "float32"),
+        long("compressed FP8", "float32"),
+        ("compressed NVFP4", "bfloat16"),
+        long("compressed MXFP4", "bfloat16"),
+    ],
+)
+def test_a_compressed_checkpoint_is_the_same_model(name, dtype, model, tmp_path, capsys):
+    """As transformers reads it, with the packages of the extra `check`; it computes with four bits of floats in
+    bfloat16 alone."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("compressed_tensors")
+    write_packed(model, tmp_path / "codes", tmp_path / "same", FORMATS[name])
+    assert main(["check", "--generate", "--dtype", dtype, str(tmp_path / "codes")]) == 0
+    assert "the same model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W8A8", "compressed FP8"])
+def test_the_reference_has_the_numbers_of_a_compressed_checkpoint(name, model, tmp_path):
+    """And activations as they are, also those of W8A8."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("compressed_tensors")
+    write_packed(model, tmp_path / "codes", tmp_path / "same", FORMATS[name])
+    codes, same = (TransformersReference(tmp_path / folder, "float32") for folder in ("codes", "same"))
+    tokens = list(range(100, 140))
+    assert codes.sum_logprobs(tokens) == pytest.approx(same.sum_logprobs(tokens), rel=1e-5)
+
+
+AWQ, GPTQ, AUTO_ROUND = (dict(FORMATS[name].config) for name in ("AWQ", "GPTQ", "AutoRound"))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "fp8"}, r"reads fp8 .* only with accelerate: pip install .*\[check\]"),
+        (
+            dict(FORMATS["W4A16"].config),
+            r"reads compressed-tensors .* only with accelerate and compressed_tensors: pip install .*\[check\]",
+        ),
+        (AWQ, "reads awq .* only with accelerate and gptqmodel: pip install accelerate gptqmodel"),
+        (GPTQ, "reads gptq .* only with optimum and gptqmodel: pip install optimum gptqmodel"),
+        (AUTO_ROUND, "reads auto-round .* only with accelerate and auto_round: pip install accelerate auto_round"),
+        ({"quant_method": "mxfp4"}, r"reads mxfp4 .* only with accelerate: pip install .*\[check\]"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "does not read modelopt checkpoints"),
         (None, None),
     ],
 )
-def test_what_transformers_lacks_is_said_before_anything_is_started(method, wanted, model, tmp_path, monkeypatch):
+def test_what_transformers_lacks_is_said_before_anything_is_started(config, said, tmp_path, monkeypatch):
     monkeypatch.setattr(reference_module, "find_spec", lambda name: None)
-    place = tmp_path
-    if method == "gguf":
-        place = write_gguf(model, tmp_path / "model.gguf", "Q8_0")
-    else:
-        config = {} if method is None else {"quantization_config": {"quant_method": method}}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    if wanted is None:
-        check_packages(place)
+    (tmp_path / "config.json").write_text(json.dumps({} if config is None else {"quantization_config": config}))
+    if said is None:
+        check_packages(tmp_path)
         return
-    with pytest.raises(ConfigError, match=rf"reads {method} .* only with {wanted}: pip install .*\[check\]"):
+    with pytest.raises(ConfigError, match=said):
+        check_generation(tmp_path, "float32", None, None, Console())
+
+
+def test_what_transformers_lacks_for_a_gguf_file_is_said(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(reference_module, "find_spec", lambda name: None)
+    place = write_gguf(model, tmp_path / "model.gguf", "Q8_0")
+    with pytest.raises(ConfigError, match=r"reads gguf .* only with accelerate: pip install .*\[check\]"):
         check_generation(place, "float32", None, None, Console())
+
+
+def test_what_transformers_cannot_compute_is_no_traceback(model, monkeypatch):
+    """As it cannot with some checkpoints that it has loaded."""
+    reference = TransformersReference(model, "float32")
+    monkeypatch.setattr(reference._model, "forward", lambda *_, **__: torch.zeros(2, 3) @ torch.zeros(2, 3))
+    for compute in (
+        lambda: reference.sum_logprobs([1, 2]),
+        lambda: reference.logprobs([1], [2]),
+        lambda: reference.generate([1, 2], 3),
+    ):
+        with pytest.raises(ModelError, match="transformers cannot compute with it: mat1 and mat2"):
+            compute()
 
 
 def test_a_checkpoint_that_transformers_cannot_load(tmp_path):

@@ -175,14 +175,14 @@ MODELOPT_NVFP4 = nvfp4("weight", "weight_scale_2", divides=False)
 COMPRESSED_NVFP4 = nvfp4("weight_packed", "weight_global_scale", divides=True)
 
 
-def compressed(form: str, **weights: Any) -> dict[str, Any]:
-    """The config of one group of layers."""
-    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": True, **weights}}
+def compressed(form: str, activations: Mapping[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    """The config of one group of layers. `activations`: how others round them before their products."""
+    numbers = {"num_bits": 4, "type": "int", "symmetric": True, **weights}
+    group = {"targets": ["Linear"], "weights": numbers, "input_activations": activations}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
         "kv_cache_scheme": None,
         "quantization_status": "compressed",
     }
@@ -209,8 +209,9 @@ def in_config_groups(*configs: dict[str, Any]) -> dict[str, Any]:
 
 _GROUPS = {"strategy": "group", "group_size": GROUP}
 _GPTQ = {"quant_method": "gptq", "group_size": GROUP, "desc_act": False, "sym": False, "checkpoint_format": "gptq"}
-_INT8 = compressed("int-quantized", num_bits=8, strategy="channel")
-_FP8 = compressed("float-quantized", num_bits=8, type="float", strategy="channel")
+_BY_TOKEN = {"num_bits": 8, "dynamic": True, "strategy": "token", "symmetric": True}
+_INT8 = compressed("int-quantized", {**_BY_TOKEN, "type": "int"}, num_bits=8, strategy="channel")
+_FP8 = compressed("float-quantized", {**_BY_TOKEN, "type": "float"}, num_bits=8, type="float", strategy="channel")
 _NVFP4 = compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16)
 
 FORMATS: Mapping[str, Format] = {
@@ -276,14 +277,19 @@ def write_packed(plain: Path, out: Path, same: Path, form: Format) -> None:
         count += 1
     if form.stacks:
         _stack_experts(weights, stored, wide)
+    config = dict(form.config)
+    if "config_groups" in config:
+        # As published: other readers go by this list of layers, whatever the tensors say.
+        plain_names = [name for name, each in stored.items() if each.ndim == 2 and weights.get(name) is each]
+        config["ignore"] = sorted(name.removesuffix(".weight") for name in plain_names)
     raw = json.loads((plain / "config.json").read_text())
     for folder, tensors in ((out, stored), (same, wide)):
         shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
         save_file({name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
     if form.in_file:
-        (out / "hf_quant_config.json").write_text(json.dumps({"quantization": dict(form.config)}))
+        (out / "hf_quant_config.json").write_text(json.dumps({"quantization": config}))
     else:
-        (out / "config.json").write_text(json.dumps(raw | {"quantization_config": dict(form.config)}))
+        (out / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
 
 
 def _stack_experts(weights: Tensors, stored: Tensors, wide: Tensors) -> None:

@@ -194,7 +194,7 @@ def quantize(headers: Headers) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        more(drop, "backbone.layers.3.mixer.experts.127.down_proj.weight [2688, 1856] is missing"),
+        more(drop, "backbone.layers.3.mixer.experts.127.down_proj.weight [2688, 1856] (safetensors) is missing"),
         more(add, "backbone.layers.3.mixer.experts.128.down_proj.weight is not part of this architecture"),
         (reshape, "backbone.layers.0.mixer.A_log has shape [63], config.json makes it [64]"),
         (quantize, "lm_head.weight is F8_E4M3, but config.json has no quantization_config that says how it is scaled"),

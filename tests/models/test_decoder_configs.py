@@ -565,7 +565,7 @@ def test_an_untied_checkpoint_must_have_the_output(tmp_path: Any) -> None:
     save_file(
         {name: each for name, each in model.weights.items() if name != "lm_head.weight"}, tmp_path / "model.safetensors"
     )
-    with pytest.raises(ModelError, match=r"lm_head.weight \[97, 32\] is missing"):
+    with pytest.raises(ModelError, match=r"lm_head.weight \[97, 32\] \(safetensors\) is missing"):
         open_model(tmp_path).build(exact=True)
 
 

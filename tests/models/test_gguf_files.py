@@ -62,11 +62,11 @@ def test_what_is_not_served_is_named(made_model, tmp_path, capsys) -> None:
         return "blk.1.ffn_extra.weight" if name == "blk.1.ffn_up.weight" else name
 
     path = write_gguf(made_model("qwen3_5"), tmp_path / "renamed.gguf", rename=rename)
-    assert main(["check", str(path)]) == 1
+    assert main(["check", str(path)]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "renamed.gguf: blk.1.ffn_extra.weight is not part of this architecture" in said
-    assert "model.layers.1.mlp.up_proj.weight [512, 256] is missing" in said
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight \[512, 256\] is missing"):
+    assert "model.layers.1.mlp.up_proj.weight [512, 256] (GGUF) is missing" in said and "download it again" in said
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight \[512, 256\] \(GGUF\) is missing"):
         load_all(open_model(path))
 
 
@@ -79,7 +79,7 @@ def test_a_type_that_is_not_read_is_named(made_model, tmp_path, capsys) -> None:
     path = write_gguf(
         made_model("qwen3_5"), tmp_path / "iq.gguf", change=add, rename=lambda name: rename.get(name, name)
     )
-    assert main(["check", str(path)]) == 1
+    assert main(["check", str(path)]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "iq.gguf: model.layers.0.mlp.down_proj.weight is IQ1_S; only F32, F16, BF16, Q4_0" in said
     with pytest.raises(ModelError, match="is IQ1_S; only"):
@@ -172,7 +172,8 @@ def test_a_file_that_ends_in_its_header_is_refused(length: int, whole: Path, tmp
 def test_a_file_that_ends_in_a_tensor_is_refused(whole: Path, tmp_path, capsys) -> None:
     path = tmp_path / "cut.gguf"
     path.write_bytes(whole.read_bytes()[:-5000])
-    assert "is cut short: output.weight ends at byte" in refused(path, capsys)
+    said = refused(path, capsys)
+    assert "is cut short: output.weight ends at byte" in said and "download it again" in said
 
 
 def test_each_byte_of_a_header_may_be_another(whole: Path, tmp_path) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cairn.check.report import CheckSettings, check, render
+from cairn.cli import main
 from cairn.errors import ModelError
 from cairn.kernels import gpu_codes
 from cairn.kernels.cpu.int4 import PackedInt4
@@ -310,6 +311,7 @@ def test_what_is_missing_or_misshapen_is_named(
     folder = changed(written(form), tmp_path / "changed", change)
     problems = check(folder).accounting.problems
     assert re.search(problem, problems[0]) and len(problems) == 1
+    assert main(["check", str(folder)]) == 2
     for keeps in (None, "codes"):
         with pytest.raises(ModelError, match=problem):
             open_model(folder, keeps=keeps).build(exact=False, backend="reference")
@@ -320,6 +322,23 @@ def test_groups_that_do_not_divide_are_named(written: Any, tmp_path: Path) -> No
     wanted = r"in_proj_qkv.weight \(AWQ\): groups of 96 do not divide its 256 inputs"
     assert any(re.search(wanted, each) for each in check(folder).accounting.problems)
     with pytest.raises(ModelError, match=r"\(AWQ\): groups of 96 do not divide"):
+        open_model(folder, keeps="codes").build(exact=False, backend="reference")
+
+
+@pytest.mark.parametrize(("form", "named"), [("AWQ", "awq"), ("W4A16", "compressed-tensors")])
+def test_a_matrix_that_is_not_there_is_named(written: Any, tmp_path: Path, form: str, named: str) -> None:
+    """With the format, also where it is none of codes."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith((LAYER, "model.norm"))]:
+            del tensors[name]
+
+    folder = changed(written(form), tmp_path / "changed", change)
+    assert check(folder).accounting.problems == (
+        f"{LAYER}.weight [512, 256] ({named}) is missing",
+        f"model.norm.weight [256] ({named}) is missing",
+    )
+    with pytest.raises(ModelError, match="is missing: download it again if config"):
         open_model(folder, keeps="codes").build(exact=False, backend="reference")
 
 
@@ -339,7 +358,8 @@ def test_a_file_that_is_cut_off_is_named(written: Any, tmp_path: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(
-        ModelError, match=r"model.safetensors: damaged or cut short: \S+ ends at byte \d+, and the file"
+        ModelError,
+        match=r"model.safetensors: damaged or cut short: \S+ ends at byte \d+, and the file at \d+: download it again",
     ):
         check(folder)
 
@@ -363,7 +383,10 @@ COMPRESSED = dict(FORMATS["W4A16"].config)
         ({"quant_method": "hqq"}, "quant_method 'hqq' is not read; known: auto-round, awq, compressed-tensors, fp8"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "config.version is 'gemv'"),
         ({"quant_method": "awq", "bits": 4}, "quantization_config.group_size is missing"),
-        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "quantization_config.bits is 3"),
+        (
+            {"quant_method": "gptq", "bits": 3, "group_size": 128},
+            r"config.json \(gptq\): quantization_config.bits is 3, but only 4 or 8",
+        ),
         ({"quant_method": "gptq", "group_size": 128}, "quantization_config.bits is missing"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:exllamav2"}, "packing_format is 'auto_round:e"),

@@ -148,9 +148,9 @@ def test_what_is_missing_is_shown_beside_what_is_foreign(tmp_path: Path) -> None
     with pytest.raises(ModelError) as refused:
         open_model(tmp_path).build(exact=False)
     for problem in (
-        "model.embed_tokens.weight [97, 32] is missing",
+        "model.embed_tokens.weight [97, 32] (safetensors) is missing",
         "transformer.model.embed_tokens.weight is not part of this architecture",
-        "model.layers.0.input_layernorm.weight [32] is missing",
+        "model.layers.0.input_layernorm.weight [32] (safetensors) is missing",
         "transformer.model.layers.0.input_layernorm.weight is not part of this architecture",
     ):
         assert problem in str(refused.value) and problem in " ".join(check(tmp_path).accounting.problems[:5])

@@ -128,10 +128,10 @@ def quantize_a_stack(headers: Headers) -> None:
     [
         (lose_a_factor, "experts.7.up_proj.weight is F8_E4M3, but its weight_scale_inv is missing", 1),
         (misshape_a_factor, "with weight_scale_inv F32 [512, 16] instead of F32 [4, 16]", 1),
-        (lose_a_weight, "experts.7.up_proj.weight [512, 2048] is missing", 1),
+        (lose_a_weight, "experts.7.up_proj.weight [512, 2048] (fp8) is missing", 1),
         (add_a_factor, "lm_head.weight_scale_inv is not part of this architecture", 1),
         (lose_experts, "gate_up_proj has shape [7, 1024, 2048], config.json makes it [8, 1024, 2048]", 1),
-        (lose_a_stack, "experts.down_proj [8, 2048, 512] is missing", 1),
+        (lose_a_stack, "experts.down_proj [8, 2048, 512] (fp8) is missing", 1),
         (add_experts, "down_proj has shape [9, 2048, 512], config.json makes it [8, 2048, 512]", 1),
         (widen_experts, "gate_up_proj has shape [8, 1026, 2048], config.json makes it [8, 1024, 2048]", 1),
         (quantize_a_stack, "down_proj is F8_E4M3, which only matrices named .weight are read as", 1),

@@ -32,7 +32,7 @@ from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_byte
 from cairn.models.registry import Kept, OpenModel, open_model
 from cairn.models.state_dtypes import AskedStateDtype
 from cairn.models.weights.gguf.codes import CODED
-from cairn.models.weights.loader import Accounting, DType, account
+from cairn.models.weights.loader import REMEDY, Accounting, DType, account
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
 MAX_PROBLEMS_SHOWN = 20
@@ -242,6 +242,7 @@ def render(report: CheckReport) -> RenderableType:
     lines = [Text(problem, style="red") for problem in problems[:MAX_PROBLEMS_SHOWN]]
     if len(problems) > MAX_PROBLEMS_SHOWN:
         lines.append(Text(f"... and {len(problems) - MAX_PROBLEMS_SHOWN:,} more", style="red"))
+    lines += [Text(REMEDY)] if problems else []
     return Group(table, *lines)
 
 

@@ -292,6 +292,8 @@ def _check(parsed: argparse.Namespace, core: str, load_tokenizer: "LoadTokenizer
         settings["available_memory"] = Machine().available_memory()
     report = check(folder, CheckSettings(**settings), headers)
     Console().print(render(report))
+    if report.accounting.problems:
+        return 2
     if not report.ok or not parsed.generate:
         return 0 if report.ok else 1
     return run_generation_check(report, parsed.output, core, load_tokenizer)

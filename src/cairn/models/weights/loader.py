@@ -51,6 +51,9 @@ _TORCH_DTYPES: Mapping[ServedDType, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16}
 )
 
+REMEDY = "download it again if config.json and tensors are not of one checkpoint or not whole, else take another one"
+"""Where tensors are wrong."""
+
 READABLE = ("BF16", "F16", "F32")
 """safetensors' names of the dtypes that are converted to the serving dtype; FP8 needs factors, others are unknown."""
 
@@ -108,6 +111,15 @@ def account(
     return Accounting(shown, len(extra) - len(unknown), dict(sorted(forms.items())))
 
 
+def _format_of(headers: Mapping[str, TensorHeader], quantization: Quantization | None) -> str:
+    """What errors call the format of a checkpoint."""
+    first = next(iter(headers.values()), None)
+    # A GGUF file of plain numbers is not quantized.
+    if first is not None and first.num_bytes is not None:
+        return "GGUF"
+    return "safetensors" if quantization is None else quantization.method
+
+
 def find_problem(
     headers: Mapping[str, TensorHeader], name: str, shape: tuple[int, ...], quantization: Quantization | None
 ) -> str | None:
@@ -117,7 +129,7 @@ def find_problem(
         return matrix if isinstance(matrix, str) else None
     header = headers.get(name)
     if header is None:
-        return f"{name} {list(shape)} is missing"
+        return f"{name} {list(shape)} ({_format_of(headers, quantization)}) is missing"
     if header.shape != shape:
         return f"{header.file}: {name} has shape {list(header.shape)}, config.json makes it {list(shape)}"
     if header.dtype == FP8:
@@ -197,7 +209,7 @@ class WeightReader:
         problems = account(self.headers, expected, ignored, self._quantization).problems
         if problems:
             more = f"; and {len(problems) - 5} more, see `cairn check`" if len(problems) > 5 else ""
-            raise ModelError(f"{self.folder}: {'; '.join(problems[:5])}{more}")
+            raise ModelError(f"{self.folder}: {'; '.join(problems[:5])}{more}: {REMEDY}")
 
     def load(
         self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None, copy: bool = True

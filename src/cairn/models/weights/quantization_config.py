@@ -47,7 +47,7 @@ def read_quantization(folder: Path, raw: Mapping[str, object]) -> Quantization |
     if method not in _READERS:
         known = ", ".join(sorted((*_READERS, "modelopt")))
         raise ModelError(f"config.json: {FIELD}.quant_method {method!r:.60} is not read; known: {known}")
-    return _READERS[str(method)](Fields(values, path_of=f"{FIELD}.{{}}".format))
+    return _READERS[str(method)](Fields(values, f"config.json ({method})", f"{FIELD}.{{}}".format))
 
 
 def _fp8(fields: Fields) -> Quantization:
@@ -155,7 +155,8 @@ def _config_groups(fields: Fields) -> Iterator[Fields]:
         if not isinstance(weights, Mapping):
             raise fields.error(f"{path}.weights must be an object")
         form = group.get("format") or fields.get("format")
-        yield Fields({**weights, "format": form}, path_of=f"{path}.weights.{{}}".format)
+        file = "config.json (compressed-tensors)"
+        yield Fields({**weights, "format": form}, file, f"{path}.weights.{{}}".format)
 
 
 def _compressed_layout(fields: Fields, group: Fields) -> tuple[PackedLayout | None, tuple[int, int] | None]:

@@ -50,7 +50,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         return _read_file_headers(folder, SINGLE)
     if not (folder / INDEX).exists():
         raise _no_weights(folder)
-    return indexed_headers(folder, lambda file: _read_file_headers(folder, file))
+    return indexed_headers(folder, lambda file: _read_shard_headers(folder, file))
 
 
 def read_offsets(file: BinaryIO) -> dict[str, tuple[int, int]]:
@@ -134,16 +134,23 @@ def _read_index(path: Path) -> dict[str, str]:
     return shard_of
 
 
-def _read_file_headers(folder: Path, file_name: str) -> dict[str, TensorHeader]:
+def _read_shard_headers(folder: Path, file_name: str) -> dict[str, TensorHeader]:
     path = folder / file_name
     if not path.is_file():
-        raise ModelError(f"{path}: the shard is missing; the download is incomplete")
+        name = next(name for name, file in _read_index(folder / INDEX).items() if file == file_name)
+        raise ModelError(f"{path}: the shard is missing, and {name} with it, by {INDEX}: download it again")
+    return _read_file_headers(folder, file_name)
+
+
+def _read_file_headers(folder: Path, file_name: str) -> dict[str, TensorHeader]:
+    path = folder / file_name
     try:
         # numpy's view is mapped read-only; torch's is charged to memory, which a whole checkpoint may exceed.
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except READ_ERRORS as error:
-        raise ModelError(f"{path}: damaged or cut short: {_describe_cut(path) or error}") from error
+        what = _describe_cut(path) or error
+        raise ModelError(f"{path}: damaged or cut short: {what}: download it again") from error
     return {name: TensorHeader(tuple(each.get_shape()), each.get_dtype(), file_name) for name, each in slices.items()}
 
 

@@ -161,7 +161,7 @@ class _Parser:
             type_name, num_bytes = self._stored(name, shape, number)
             begin, end = first + offset, first + offset + num_bytes
             if end > len(self._memory):
-                raise self._error(f"is cut short: {name} ends at byte {end}, and the file at {len(self._memory)}")
+                raise self._cut_short(f"{name} ends at byte {end}, and the file at {len(self._memory)}")
             tensors[name] = GgufTensor(shape, type_name, self._path.name, begin, num_bytes)
         return tensors
 
@@ -200,19 +200,19 @@ class _Parser:
             return self._strings(count, wanted)
         letter = self._scalar(name, kind)
         if count * struct.calcsize(f"<{letter}") > len(self._memory):
-            raise self._cut_short()
+            raise self._header_cut_short()
         return list(self._unpack(f"{count}{letter}"))
 
     def _strings(self, count: int, wanted: bool) -> list[str] | None:
         if 8 * count > len(self._memory):
-            raise self._cut_short()
+            raise self._header_cut_short()
         if wanted:
             return [self._string() for _ in range(count)]
         # A vocabulary and its merges are hundreds of thousands of them.
         memory, place, last, length_at = self._memory, self._place, len(self._memory) - 8, _LENGTH.unpack_from
         for _ in range(count):
             if place > last:
-                raise self._cut_short()
+                raise self._header_cut_short()
             place += 8 + length_at(memory, place)[0]
         self._place = place
         self._skip(0)
@@ -238,12 +238,15 @@ class _Parser:
         """Where these bytes begin."""
         begin = self._place
         if num_bytes > len(self._memory) - begin:
-            raise self._cut_short()
+            raise self._header_cut_short()
         self._place = begin + num_bytes
         return begin
 
-    def _cut_short(self) -> ModelError:
-        return self._error(f"is cut short: its header goes on where the file ends, at byte {len(self._memory)}")
+    def _header_cut_short(self) -> ModelError:
+        return self._cut_short(f"its header goes on where the file ends, at byte {len(self._memory)}")
+
+    def _cut_short(self, how: str) -> ModelError:
+        return self._error(f"is cut short: {how}: download it again")
 
     def _error(self, text: str) -> ModelError:
         return ModelError(f"{self._path}: {text}")
