@@ -98,8 +98,7 @@ def book():
 
 @pytest.mark.parametrize("start", [0, 100, 370, 390])
 def test_a_claim_is_granted_by_group_and_read_from_where_it_is_needed(book, start):
-    nonce = book.offer(OFFER)
-    asked = spec(start, KvSource("p", "127.0.0.1", 1, "cmpl-1", nonce))
+    asked = spec(start, KvSource("p", "127.0.0.1", 1, "cmpl-1", book.offer(OFFER).nonce))
     claimed = book.claim(make_claim(asked, LAYOUT))
     assert isinstance(claimed, Claimed)
     granted = claimed.granted
@@ -115,7 +114,7 @@ def test_a_claim_is_granted_by_group_and_read_from_where_it_is_needed(book, star
 
 
 def test_a_claim_of_less_than_is_leased_is_out_of_range(book):
-    asked = spec(0, KvSource("p", "127.0.0.1", 1, "cmpl-1", book.offer(OFFER)))
+    asked = spec(0, KvSource("p", "127.0.0.1", 1, "cmpl-1", book.offer(OFFER).nonce))
     assert book.claim(make_claim(replace(asked, keys=PROMPT[:384]), LAYOUT)) is RefusalReason.OUT_OF_RANGE
     assert book.num_active == 1
 

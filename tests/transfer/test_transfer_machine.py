@@ -113,7 +113,9 @@ class Transfers(RuleBasedStateMachine):
     @precondition(lambda self: self.latest)
     @rule(which=st.integers(0, 5))
     def withdraw(self, which):
-        self.world.leases.withdraw(self.latest[which % len(self.latest)].ref.nonce)
+        lease = self.world.leases._active.get(self.latest[which % len(self.latest)].ref.nonce)
+        if lease is not None:
+            self.world.leases.release(lease)
 
     @rule()
     def collect_leases(self):

@@ -95,17 +95,16 @@ class ContentLookups:
         finally:
             del self._open[lookup]
 
-    def answer(self, lookup: LookupId, nonce: bytes | None) -> None:
-        """Give the lease `nonce`, of an offer that was made for it, to the sender of the claim; None: nothing is cached
-        of what was claimed. The lease ends, and nothing is given, when the lookup has ended or `Leases.grant` gives
-        nothing."""
+    def answer(self, lookup: LookupId, lease: Lease | None) -> None:
+        """Give the lease of an offer that was made for it to the sender of the claim; None: nothing is cached of what
+        was claimed. The lease ends, and nothing is given, when the lookup has ended or `Leases.grant` gives nothing."""
         claim, answer = self._open.get(lookup, (None, None))
         claimed = None
-        if nonce is not None:
+        if lease is not None:
             if claim is not None and answer is not None and not answer.done():
-                claimed = self._leases.grant(claim, nonce)
+                claimed = self._leases.grant(claim, lease)
             if claimed is None:
-                self._leases.withdraw(nonce)
+                self._leases.release(lease)
         if answer is not None and not answer.done():
             answer.set_result(claimed)
 

@@ -22,7 +22,7 @@ from cairn.engine.transfers.side_channel import SideChannel
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import NO_DEMAND, Event, LeaseDemand, LookupId, Offer, PullId, PullSpec
 from cairn.transfer.links.contract import Link
-from cairn.transfer.params import remote_request_id, split_reference
+from cairn.transfer.params import split_reference
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
 from cairn.types import Clock
@@ -92,9 +92,9 @@ class TransferPort:
         return self._leases.fits(demand, promised)
 
     def offer(self, offer: Offer) -> str:
-        reference = remote_request_id(offer.request_id, self._leases.offer(offer))
+        lease = self._leases.offer(offer)
         self._look()
-        return reference
+        return lease.reference
 
     def withdraw(self, remote_request_id: str) -> None:
         if (known := split_reference(remote_request_id)) is not None:
@@ -102,9 +102,9 @@ class TransferPort:
             self._look()
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
-        nonce = None if offer is None else self._leases.offer(offer)
-        self._post(self.producer.lookups.answer, lookup, nonce)
-        return None if offer is None or nonce is None else remote_request_id(offer.request_id, nonce)
+        lease = None if offer is None else self._leases.offer(offer)
+        self._post(self.producer.lookups.answer, lookup, lease)
+        return None if lease is None else lease.reference
 
     def pull(self, spec: PullSpec) -> PullId:
         self._pulls += 1
