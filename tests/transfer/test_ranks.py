@@ -26,11 +26,10 @@ from cairn.transfer.ranks import (
     RankedWorker,
     RankServant,
     Serve,
-    from_rank,
-    to_rank,
 )
 from doubles.memory_link import Fault
 from doubles.memory_rank_channel import memory_rank_channel
+from transfer.frames import from_rank, to_rank
 from transfer.parts import parts, polled
 from transfer.rank_channel_contract import RankChannelContract
 from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
@@ -302,7 +301,7 @@ def test_what_is_no_record_is_dropped_at_both_ends_and_counted(frame):
     ranks.worker.start(order())
     ranks.turn()
     assert polled(ranks.worker, ONE) is READING
-    assert ranks.servants[0].dropped == ranks.worker.dropped == 1 and ONE in ranks.hands[1].states
+    assert ranks.servants[0].frames.dropped == ranks.worker.frames.dropped == 1 and ONE in ranks.hands[1].states
 
 
 def test_a_broken_order_and_a_repeated_one_are_dropped():
@@ -313,8 +312,12 @@ def test_a_broken_order_and_a_repeated_one_are_dropped():
     near.send(to_rank().encode(msgspec.structs.replace(order(2), local=parts([-1]))))
     near.send(to_rank().encode(CancelRead(77)))
     ranks.turn()
-    assert ranks.servants[0].dropped == 2 and not ranks.hands[1].cancelled
-    assert polled(ranks.worker, ONE) is READING and ranks.worker.dropped == 0 and list(ranks.hands[1].states) == [ONE]
+    assert ranks.servants[0].frames.dropped == 2 and not ranks.hands[1].cancelled
+    assert (
+        polled(ranks.worker, ONE) is READING
+        and ranks.worker.frames.dropped == 0
+        and list(ranks.hands[1].states) == [ONE]
+    )
 
 
 def test_what_a_rank_says_of_reads_that_are_over_is_ignored():
@@ -326,7 +329,7 @@ def test_what_a_rank_says_of_reads_that_are_over_is_ignored():
     ranks.turn()
     far = ranks.channels[0][1]
     far.send(from_rank().encode(ReadEnded(1, FAILED)))
-    assert polled(ranks.worker, ONE) is DONE and ranks.worker.dropped == 1
+    assert polled(ranks.worker, ONE) is DONE and ranks.worker.frames.dropped == 1
 
 
 # -- with links --------------------------------------------------------------------------------------------------------

@@ -27,13 +27,10 @@ from cairn.transfer.wire import (
     Refused,
     Release,
     Welcome,
-    answers,
-    greeting_answers,
-    greetings,
-    questions,
 )
 from cairn.types import ManualClock
 from doubles.memory_channel import MemoryNetwork
+from transfer.frames import answers, greeting_answers, greetings, questions
 from transfer.world import GEOMETRY, LAYOUT, World, keys
 from turned_loop import TurnedLoop
 
@@ -111,7 +108,7 @@ def test_both_learn_of_each_other():
     asked = wire.ask(Release(7))
     wire.pump()
     assert asked.result() == Done() and wire.heard == [0.0, 0.0]
-    assert wire.producer.dropped == wire.tools.codecs.dropped == 0 and wire.ended == []
+    assert wire.producer.frames.dropped == wire.tools.frames.dropped == 0 and wire.ended == []
 
 
 def test_a_question_before_hello_is_dropped():
@@ -120,7 +117,7 @@ def test_a_question_before_hello_is_dropped():
     near.far._under_way.clear()
     near.far.arrive(questions().encode(Question(1, Release(7))))
     wire.pump()
-    assert wire.producer.num_connections == 0 and wire.producer.dropped == 1 and wire.p.sent == []
+    assert wire.producer.num_connections == 0 and wire.producer.frames.dropped == 1 and wire.p.sent == []
 
 
 def test_nothing_is_asked_before_the_session_is_open():
@@ -234,7 +231,7 @@ def test_a_question_without_an_answer_has_a_deadline_and_its_late_answer_is_igno
     wire.event_loop.spin()
     assert isinstance(asked.exception(), TimeoutError) and wire.session.failure is None
     wire.pump()
-    assert wire.tools.codecs.dropped == 1
+    assert wire.tools.frames.dropped == 1
     again = wire.ask(Release(7))
     wire.pump()
     assert again.result() == Done()
@@ -249,14 +246,14 @@ def test_answers_go_to_whoever_has_asked_in_any_order():
     for number, record in ((2, Refused(RefusalReason.USED)), (9, Done()), (1, Done()), (1, Done())):
         near.arrive(answers().encode(Answer(number, record)))
     wire.pump()
-    assert [each.result() for each in asked] == [Done(), Refused(RefusalReason.USED)] and wire.tools.codecs.dropped == 2
+    assert [each.result() for each in asked] == [Done(), Refused(RefusalReason.USED)] and wire.tools.frames.dropped == 2
 
 
 def test_what_nobody_waits_for_is_sent_all_the_same():
     wire = Wire().opened()
     wire.session.tell(Release(7), 5.0)
     wire.pump()
-    assert questions().decode(wire.said[-1]) == Question(1, Release(7)) and wire.tools.codecs.dropped == 0
+    assert questions().decode(wire.said[-1]) == Question(1, Release(7)) and wire.tools.frames.dropped == 0
     wire.session.close("over")
     wire.session.tell(Release(7), 5.0)
     wire.pump()
@@ -302,7 +299,7 @@ def test_a_question_with_a_number_that_is_taken_is_refused():
     near.far.arrive(questions().encode(Question(claim.number, again)))
     world.deliver()
     assert answers().decode(world.p.channel.sent[-1]) == Answer(claim.number, Refused(RefusalReason.USED))
-    assert len(world.leases._active) == 2 and world.consumer.dropped == 1
+    assert len(world.leases._active) == 2 and world.consumer.frames.dropped == 1
 
 
 def test_a_consumer_that_asks_without_end_and_takes_no_answers_is_not_read_any_more():

@@ -19,6 +19,7 @@ class Consumer:
     def __init__(
         self, tools: ConsumerTools, policy: PeerPolicy, clock: Clock, emit: Callable[[PullEnded | PagesFree], None]
     ) -> None:
+        self.frames = tools.frames
         self._tools = tools
         self._policy = policy
         self._emit = emit
@@ -40,11 +41,6 @@ class Consumer:
     def num_skipped(self) -> int:
         """Pulls that were not tried, because their peer had not answered lately."""
         return self._unresponsive.num_skipped
-
-    @property
-    def dropped(self) -> int:
-        """Frames that were ignored."""
-        return self._tools.codecs.dropped
 
     def pull(self, spec: PullSpec, number: PullId) -> None:
         """Start a pull. `number`: one that no other pull ever had."""

@@ -19,15 +19,17 @@ from cairn.transfer.leases import Claimed, Lease, LeaseLimits, Leases
 from cairn.transfer.session import explain_layouts
 from cairn.transfer.stream import ConnectionLost, Stream
 from cairn.transfer.wire import (
+    HELLO,
+    QUESTION,
     VERSION,
     Answer,
     Claim,
-    Codecs,
     Confirm,
     Confirmed,
     Decline,
     Denied,
     Done,
+    FrameReader,
     Heartbeat,
     RefusalReason,
     Refused,
@@ -35,6 +37,7 @@ from cairn.transfer.wire import (
     Reply,
     Request,
     Welcome,
+    encode,
 )
 from cairn.types import Clock
 
@@ -124,13 +127,8 @@ class Producer:
         self.leases = Leases(me.layout, limits, clock, random)
         self.lookups = ContentLookups(self.leases, LookupLimits(), emit)
         self.num_connections = 0
-        self.codecs = Codecs()
+        self.frames = FrameReader()
         self._me = me
-
-    @property
-    def dropped(self) -> int:
-        """Frames that were no record."""
-        return self.codecs.dropped
 
     @property
     def is_idle(self) -> bool:
@@ -159,7 +157,7 @@ class Producer:
 
     async def _greet(self, stream: Stream) -> bool:
         """Whether the consumer is welcome. Raises ConnectionLost, TimeoutError."""
-        while (hello := self.codecs.greetings.decode(await stream.receive())) is None:
+        while (hello := self.frames.decode(await stream.receive(), HELLO)) is None:
             pass
         me, refusal = self._me, None
         if hello.version != VERSION:
@@ -170,7 +168,7 @@ class Producer:
         answer = None if refusal is None else Denied(hello.nonce, refusal)
         welcome = Welcome(hello.nonce, me.engine_id, me.layout, me.geometry, list(me.ranks))
         async with asyncio.timeout(ROOM_SECONDS):
-            await stream.send(self.codecs.greeting_answers.encode(answer or welcome))
+            await stream.send(encode(answer or welcome))
         return refusal is None
 
 
@@ -189,7 +187,7 @@ class _Consumer:
         """Raises ConnectionLost and, when no answer is taken, TimeoutError."""
         try:
             while True:
-                question = self._producer.codecs.questions.decode(await self._stream.receive())
+                question = self._producer.frames.decode(await self._stream.receive(), QUESTION)
                 if question is None:
                     continue
                 number, record = question.number, question.record
@@ -207,7 +205,7 @@ class _Consumer:
 
     async def _reply(self, number: int, reply: Reply) -> None:
         async with asyncio.timeout(ROOM_SECONDS):
-            await self._stream.send(self._producer.codecs.answers.encode(Answer(number, reply)))
+            await self._stream.send(encode(Answer(number, reply)))
 
     def _answer(self, number: int, request: Request) -> Reply:
         refusal: RefusalReason | None

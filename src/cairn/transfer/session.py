@@ -16,14 +16,17 @@ from cairn.transfer.geometry import check_peers
 from cairn.transfer.peers import Address
 from cairn.transfer.stream import Connect, ConnectionLost, Stream
 from cairn.transfer.wire import (
+    ANSWER,
+    HELLO_ANSWER,
     NONCE_BYTES,
     VERSION,
-    Codecs,
     Denied,
+    FrameReader,
     Hello,
     Question,
     Reply,
     Request,
+    encode,
 )
 
 HANDSHAKE_SECONDS = 5.0
@@ -67,7 +70,7 @@ class ConsumerTools:
     connect: Connect
     random: Callable[[int], bytes]
     event_loop: asyncio.AbstractEventLoop
-    codecs: Codecs = field(default_factory=Codecs)
+    frames: FrameReader = field(default_factory=FrameReader)
 
 
 class ProducerSession:
@@ -93,7 +96,7 @@ class ProducerSession:
         self.closed: asyncio.Future[None] = event_loop.create_future()
         me = tools.me
         self._hello = Hello(VERSION, me.engine_id, tools.random(NONCE_BYTES), me.layout, me.geometry)
-        self._codecs = tools.codecs
+        self._frames = tools.frames
         self._stream: Stream | None = None
         self._open: asyncio.Future[Peer] = event_loop.create_future()
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
@@ -120,7 +123,7 @@ class ProducerSession:
         self._waiting[number] = answer
         try:
             async with asyncio.timeout(seconds):
-                await self._stream.send(self._codecs.questions.encode(Question(number, request)))
+                await self._stream.send(encode(Question(number, request)))
                 return await answer
         except ConnectionLost as lost:
             raise self.failure or PeerFailed(str(lost)) from lost
@@ -165,10 +168,10 @@ class ProducerSession:
             while True:
                 frame = await stream.receive()
                 self._heard()
-                answer = self._codecs.answers.decode(frame)
+                answer = self._frames.decode(frame, ANSWER)
                 waiting = None if answer is None else self._waiting.get(answer.number)
                 if answer is None or waiting is None or waiting.done():
-                    self._codecs.answers.dropped += answer is not None
+                    self._frames.dropped += answer is not None
                 else:
                     waiting.set_result(answer.record)
         except TimeoutError:
@@ -183,9 +186,9 @@ class ProducerSession:
     async def _greet(self) -> Stream:
         """The stream to a producer that serves the same layout. Raises ConnectionLost, PeerFailed."""
         self._stream = stream = await self._connect(self.address)
-        await stream.send(self._codecs.greetings.encode(self._hello))
+        await stream.send(encode(self._hello))
         while True:
-            answer = self._codecs.greeting_answers.decode(await stream.receive())
+            answer = self._frames.decode(await stream.receive(), HELLO_ANSWER)
             self._heard()
             if answer is not None and answer.answers == self._hello.nonce:
                 break

@@ -164,7 +164,8 @@ class TransferLoop:
     def dropped(self) -> int:
         """Frames that were no record of the protocol, and connections that ended before their peer was
         authenticated."""
-        return self._channel.dropped + self._producer.dropped + self._consumer.dropped + self._ranks.dropped
+        readers = (self._producer.frames, self._consumer.frames, self._ranks.frames)
+        return self._channel.dropped + sum(frames.dropped for frames in readers)
 
     def start(self, notify: Callable[[], None]) -> None:
         """`notify` is called when there are events for the scheduler."""
