@@ -18,6 +18,7 @@ from cairn.types import RequestId
 from doubles.hand_plans import slots_without_row
 from doubles.memory_link import Fault
 from tiers import first_of
+from transfer.parts import num_active
 
 TEXT = np.random.default_rng(3).integers(0, 50, 3000).tolist()
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 400)
@@ -135,7 +136,7 @@ def test_a_client_that_leaves_before_its_turn_lets_go_of_what_is_held_for_it(oth
     for _ in range(6):
         d.turn()
         p.turn()
-    assert p.producer.leases.num_active <= others and p.port.num_leased < p.layout.pages_for(400)
+    assert num_active(p.producer.leases) <= others and p.port.num_leased < p.layout.pages_for(400)
     world.run()
     assert p.scheduler.state.counters.expired_offers == 0 and p.port.num_leased == 0
     assert all(other in d.ended for other in (running, *queued))
@@ -201,9 +202,9 @@ def test_releases_are_bounded_and_end_by_themselves():
     for _ in range(MAX_RELEASES + 50):
         d.scheduler.release_source(source)
     d.turn()
-    assert d.consumer.num_open == d.scheduler.state.transfers.peers.num_releases == MAX_RELEASES
+    assert d.consumer.num_open == len(d.scheduler.state.transfers.peers._releases) == MAX_RELEASES
     world.pass_time(10.0)
-    assert d.consumer.num_open == d.scheduler.state.transfers.peers.num_releases == 0
+    assert d.consumer.num_open == len(d.scheduler.state.transfers.peers._releases) == 0
 
 
 def test_a_prompt_larger_than_the_share_goes_alone():

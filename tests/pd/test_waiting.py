@@ -13,6 +13,7 @@ from cairn.scheduler.request import Phase
 from cairn.transfer.contract import LookupRequest
 from cairn.types import RequestId
 from tiers import more
+from transfer.parts import num_active
 
 TEXT = np.random.default_rng(5).integers(0, 50, 9000).tolist()
 PLANS = 2
@@ -258,7 +259,7 @@ def test_offers_of_one_prompt_that_nobody_fetches_are_counted_once_and_stall_nob
     world.run()
     assert all(p.ended[name].transfer.offered is not None for name in names)
     assert p.port.num_leased == p.producer.leases.num_pages == p.layout.pages_for(4000) + p.layout.pages_per_checkpoint
-    assert p.producer.leases.num_active == 100
+    assert num_active(p.producer.leases) == 100
     plain = p.submit(text(5000, 60))
     other = p.submit(text(6000, 60), max_tokens=1, params=REMOTE_DECODE, client="another")
     assert starts(p, plain) and starts(p, other)
@@ -453,7 +454,7 @@ def test_leases_are_bounded_in_all():
     assert p.scheduler.state.counters.refused_kv_exports["total"] == 1
     plain = p.submit(text(1000, 60))
     world.run()
-    assert plain in p.ended and p.producer.leases.num_active == 4
+    assert plain in p.ended and num_active(p.producer.leases) == 4
     world.pass_time(31)
     prefill(p, text(1000, 60))
     clean(world)
@@ -493,7 +494,7 @@ def test_what_is_asked_for_by_content_counts_against_the_bound_of_all():
     before = p.scheduler.state.counters.computed_prompt_tokens
     prefill(p, turn, hint=hint["cairn_decode_hint"])
     assert any(isinstance(event, LookupRequest) for event in heard)
-    assert p.scheduler.state.counters.external_hits == 0 and d.producer.leases.num_active == 2
+    assert p.scheduler.state.counters.external_hits == 0 and num_active(d.producer.leases) == 2
     assert p.scheduler.state.counters.computed_prompt_tokens - before == len(turn) - 130
     world.pass_time(31)
     p.cache.clear()

@@ -156,10 +156,10 @@ def test_a_peer_that_dies_between_two_chunks_fails_the_read():
     assert polled(worker, PullId(1)) is ReadState.READING
     world.fabric.inject(world.p.name, Fault.DEAD)
     assert polled(worker, PullId(1)) is ReadState.FAILED
-    assert world.link.num_open == worker.num_reads == 0
+    assert world.link.num_open == len(worker._reads) == 0
     with pytest.raises(LinkError, match="gone"):
         worker.start(order(world, range(5), range(5), pull=2))
-    assert worker.num_reads == 0
+    assert len(worker._reads) == 0
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_what_a_peer_gives_wrongly_is_refused_before_a_byte_moves(changed, why):
     worker = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence)
     with pytest.raises(LinkError, match=why):
         worker.start(order(world, **{"remote": (0, 1), "local": (0, 1)} | changed))
-    assert not world.link.moved and worker.num_reads == world.link.num_open == 0
+    assert not world.link.moved and len(worker._reads) == world.link.num_open == 0
 
 
 def test_a_region_is_one_contiguous_array_of_pages():

@@ -13,6 +13,7 @@ from cairn.transfer.pull import TRANSITIONS, PullLimits, PullState
 from cairn.transfer.stream import ConnectionLost
 from doubles.memory_channel import MemoryStream
 from doubles.memory_link import Fault
+from transfer.parts import num_active, num_quarantined
 from transfer.world import BLOCK, PAGE_BYTES, STATE_PAGES, World, keys
 
 PROMPT = keys(160)
@@ -42,7 +43,7 @@ def test_ssm_prefix_cold_start_moves_everything_once():
     assert moved(world) == whole(*PAGES, 40, 41)
     assert np.array_equal(world.memory[[*range(10), 30, 31]], world.p.memory[[*PAGES, 40, 41]])
     assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.CONFIRMED.value]
-    assert world.consumer.num_open == world.link.num_open == world.worker.num_reads == 0
+    assert world.consumer.num_open == world.link.num_open == len(world.worker._reads) == 0
 
 
 def test_mamba_align_only_the_deepest_checkpoint_moves():
@@ -121,7 +122,7 @@ def test_a_wrong_reference_moves_no_byte(changed, why):
     world.pull(world.pull_spec(ref, **args | changed))
     assert why in ended(world.run())[0]
     assert moved(world) == [] and not world.memory.any()
-    assert world.leases.num_active == 1, "the rightful one can still claim it"
+    assert num_active(world.leases) == 1, "the rightful one can still claim it"
 
 
 def test_a_foreign_host_is_never_sent_to():
@@ -142,7 +143,7 @@ def test_a_peer_that_does_not_fit_is_refused(world, why):
     ref = world.offer(PROMPT, PAGES, [FILE])
     world.pull(world.pull_spec(ref, PROMPT, range(10)))
     assert why in ended(world.run())[0]
-    assert moved(world) == [] and world.p.producer.num_connections == 0
+    assert moved(world) == [] and not world.p.channel.streams
 
 
 def test_a_silent_peer_ends_the_transfer_and_the_next_one_greets_again():
@@ -298,7 +299,7 @@ def test_a_connection_that_is_lost_at_any_moment_ends_the_transfer_on_both_sides
     again = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
     world.pull(world.pull_spec(again, PROMPT, range(10), checkpoint=(30, 31)))
     assert ended(world.run()) == (None, 160)
-    assert world.consumer.num_open == world.link.num_open == world.worker.num_reads == 0
+    assert world.consumer.num_open == world.link.num_open == len(world.worker._reads) == 0
 
 
 def test_a_connection_that_is_lost_while_reading_ends_the_transfer():
@@ -308,7 +309,7 @@ def test_a_connection_that_is_lost_while_reading_ends_the_transfer():
     for _ in range(3):
         assert world.tick() == []
         world.deliver()
-    assert world.leases.num_active == 1
+    assert num_active(world.leases) == 1
     world.cut()
     assert failures(world.run()) == ["cut"] and world.consumer.num_open == 0
     assert [lease.state for lease in world.leases.take_ended()] == ["released"]
@@ -319,7 +320,7 @@ def test_a_connection_that_is_lost_while_nothing_is_read_ends_the_transfer_at_on
     world, pull = reading(late_writes=True)
     world.cut()
     (end,) = world.run()
-    assert end.failure == "cut" and world.consumer.num_quarantined == 1
+    assert end.failure == "cut" and num_quarantined(world.consumer) == 1
     world.fabric.inject(world.p.name, Fault.NONE)
     assert world.run() == [PagesFree(pull)]
 
@@ -378,7 +379,7 @@ def test_a_consumer_that_takes_no_answers_loses_its_connection_and_what_it_has_c
     assert len(claimed) == 3 and stream.num_waiting == 2
     world.clock.advance(ROOM_SECONDS)
     world.event_loop.spin()
-    assert {lease.state for lease in claimed} == {LeaseState.RELEASED} and world.p.producer.num_connections == 0
+    assert {lease.state for lease in claimed} == {LeaseState.RELEASED} and not world.p.channel.streams
 
 
 @pytest.mark.parametrize("kind", ["welcome", "granted", "confirmed"])
@@ -510,7 +511,7 @@ def test_a_read_that_does_not_get_on_is_given_up():
         assert world.run(3) == []
     world.clock.advance(beat)
     (end,) = world.run()
-    assert end.failure == f"the read took longer than {read:g} s" and world.consumer.num_quarantined == 1
+    assert end.failure == f"the read took longer than {read:g} s" and num_quarantined(world.consumer) == 1
 
 
 def test_nothing_more_is_read_once_it_is_given_up():
@@ -534,7 +535,7 @@ def test_a_frozen_peer_leaves_the_pages_in_quarantine_until_the_late_write_has_c
     world.port.abort(pull)
     events = world.run()
     assert [type(event) for event in events] == [PullEnded] and events[0].failure == "aborted"
-    assert world.consumer.num_quarantined == 1
+    assert num_quarantined(world.consumer) == 1
     world.clock.advance(10_000.0)
     assert world.run() == [] and world.consumer.num_open == 1, "no time frees them, only the link does"
     before = world.memory.copy()
@@ -579,7 +580,7 @@ def test_an_abort_at_any_moment_ends_everything_on_both_sides(after):
     assert ended(events + world.run())[0] == "aborted"
     world.clock.advance(30.0)
     assert len(world.leases.take_ended()) == 1 and world.leases.num_pages == 0
-    assert world.consumer.num_open == world.link.num_open == world.worker.num_reads == 0
+    assert world.consumer.num_open == world.link.num_open == len(world.worker._reads) == 0
 
 
 def test_handles_hold_at_most_the_chunk():

@@ -30,7 +30,7 @@ from cairn.transfer.ranks import (
 from doubles.memory_link import Fault
 from doubles.memory_rank_channel import memory_rank_channel
 from transfer.frames import from_rank, to_rank
-from transfer.parts import parts, polled
+from transfer.parts import num_active, num_quarantined, parts, polled
 from transfer.rank_channel_contract import RankChannelContract
 from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
 from transfer.world import GEOMETRY, keys
@@ -177,7 +177,7 @@ def test_done_when_the_last_rank_is_done_whichever_it_is(turn):
         assert polled(ranks.worker, ONE) is READING
         ranks.put(rank, DONE)
         ranks.turn()
-    assert polled(ranks.worker, ONE) is DONE and ranks.worker.num_reads == 0
+    assert polled(ranks.worker, ONE) is DONE and len(ranks.worker._reads) == 0
     assert all(servant.is_idle for servant in ranks.servants) and not any(hand.cancelled for hand in ranks.hands)
     with pytest.raises(AssertionError, match="no read"):
         polled(ranks.worker, ONE)
@@ -199,7 +199,7 @@ def test_the_first_failure_cancels_the_others_and_all_must_have_ended(first, sta
         assert polled(ranks.worker, ONE) is READING
         ranks.put(rank, end)
         ranks.turn()
-    assert polled(ranks.worker, ONE) is FAILED and ranks.worker.num_reads == 0
+    assert polled(ranks.worker, ONE) is FAILED and len(ranks.worker._reads) == 0
 
 
 def test_a_cancel_reaches_every_rank_and_is_over_when_all_say_so():
@@ -243,7 +243,7 @@ def test_when_rank_0_cannot_begin_nobody_does():
     with pytest.raises(LinkError, match="more than 1048576 bytes"):
         ranks.worker.start(order(ranks=(b"x" * (1 << 19), b"x" * ((1 << 19) + 1))))
     ranks.turn()
-    assert not ranks.hands[1].states and ranks.worker.num_reads == 0
+    assert not ranks.hands[1].states and len(ranks.worker._reads) == 0
 
 
 def test_a_rank_that_does_not_answer_keeps_its_read_open_for_ever():
@@ -381,8 +381,8 @@ def test_a_link_of_rank_1_that_dies_in_mid_read_fails_the_pull_on_all(p, d):
     ]
     assert transfer.events["p"] == [LeaseEnded(transfer.reference, "released")]
     for rank in transfer.world.d.ranks:
-        assert rank.link.num_open == rank.worker.num_reads == 0
-        assert rank.staging is None or rank.staging.num_waiting == 0
+        assert rank.link.num_open == len(rank.worker._reads) == 0
+        assert rank.staging is None or len(rank.staging._waiting) == 0
 
 
 @SIZES
@@ -394,12 +394,12 @@ def test_a_rank_that_stands_still_leaves_the_pages_in_quarantine(p, d):
     transfer.world.clock.advance(30.0)
     ended = transfer.run(100)
     assert len(ended) == 1 and "longer than 30 s" in ended[0].failure
-    assert transfer.world.d.consumer.num_quarantined == 1
+    assert num_quarantined(transfer.world.d.consumer) == 1
     transfer.world.clock.advance(10_000.0)
     assert transfer.run(100) == [] and transfer.events["p"][-1].state in ("released", "expired")
     transfer.world.d.running.add(1)
     assert transfer.run(200) == [PagesFree(transfer.pull)]
-    assert transfer.world.d.worker.num_reads == 0
+    assert len(transfer.world.d.worker._reads) == 0
 
 
 @SIZES
@@ -429,8 +429,8 @@ def test_the_confirmation_is_asked_for_after_the_last_rank():
     transfer.world.d.running.discard(1)
     transfer.run(100)
     rank_0, rank_1 = transfer.world.d.ranks
-    assert rank_0.worker.num_reads == 0 and rank_1.worker.num_reads == 1
-    assert transfer.world.p.producer.leases.num_active == 1 and transfer.events["d"] == []
+    assert len(rank_0.worker._reads) == 0 and len(rank_1.worker._reads) == 1
+    assert num_active(transfer.world.p.producer.leases) == 1 and transfer.events["d"] == []
     transfer.world.d.running.add(1)
     assert transfer.run(200)[0] == PullEnded(transfer.pull, None, 400, 400)
     for rank in transfer.world.d.ranks:

@@ -350,7 +350,7 @@ class Transfers(RuleBasedStateMachine):
             self.tick(1)
             self.nothing_is_written_outside_a_transfer()
         assert not self.pulls and self.mine == set(range(NUM_PAGES))
-        assert self.world.consumer.num_open == self.world.link.num_open == self.world.worker.num_reads == 0
+        assert self.world.consumer.num_open == self.world.link.num_open == len(self.world.worker._reads) == 0
         self.world.clock.advance(31.0)
         self.collect_leases()
         assert self.world.leases.num_pages == 0 and self.theirs == set(range(NUM_PAGES))

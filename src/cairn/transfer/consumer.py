@@ -5,7 +5,7 @@ from functools import partial
 
 from cairn.transfer.contract import KvSource, PagesFree, PullEnded, PullId, PullSpec
 from cairn.transfer.peers import Address, PeerPolicy, UnresponsivePeers
-from cairn.transfer.pull import Pull, PullLimits, PullState
+from cairn.transfer.pull import Pull, PullLimits
 from cairn.transfer.session import ConsumerTools, PeerFailed, ProducerSession
 from cairn.types import Clock
 
@@ -31,11 +31,6 @@ class Consumer:
     def num_open(self) -> int:
         """Pulls that need `look`, those in quarantine included."""
         return len(self._pulls)
-
-    @property
-    def num_quarantined(self) -> int:
-        """Pulls that have ended and whose pages may still be written to."""
-        return sum(pull.state is PullState.ABANDONED for pull in self._pulls.values())
 
     @property
     def num_skipped(self) -> int:

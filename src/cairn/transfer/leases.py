@@ -159,12 +159,6 @@ class Leases:
         return len(self._counts)
 
     @property
-    def num_active(self) -> int:
-        """Leases that have not ended."""
-        self.expire()
-        return len(self._active)
-
-    @property
     def is_idle(self) -> bool:
         """Whether no lease is active and `take_ended` has nothing to return."""
         return not (self._active or self._ended)

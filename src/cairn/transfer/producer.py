@@ -126,7 +126,6 @@ class Producer:
     ) -> None:
         self.leases = Leases(me.layout, limits, clock, random)
         self.lookups = ContentLookups(self.leases, LookupLimits(), emit)
-        self.num_connections = 0
         self.frames = FrameReader()
         self._me = me
 
@@ -140,11 +139,7 @@ class Producer:
         reason = "the connection is closed"
         try:
             if await self._greet(stream):
-                self.num_connections += 1
-                try:
-                    await _Consumer(stream, self).serve()
-                finally:
-                    self.num_connections -= 1
+                await _Consumer(stream, self).serve()
         except ConnectionLost:
             pass
         except TimeoutError:

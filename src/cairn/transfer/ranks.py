@@ -93,10 +93,6 @@ class RankedWorker:
         self._descriptions: dict[int, bytes] = {}
         self._serving = False
 
-    @property
-    def num_reads(self) -> int:
-        return len(self._reads)
-
     def describe(self) -> tuple[bytes, ...] | None:
         """The descriptions of all ranks' links, for `Peer.ranks`; None until all have answered. Call it again and
         again; the caller has the deadline."""
