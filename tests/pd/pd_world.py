@@ -133,7 +133,7 @@ class Server:
         tools = ConsumerTools(identity, ranks, self.channel.connect, random_bytes, event_loop)
         self.consumer = Consumer(tools, policy, world.clock, events.put)
         self.port = TransferPort(event_loop, self.producer, self.consumer, events)
-        loop = TransferLoop(self.port, self.channel, self.link, ranks, memory.enter_thread)
+        loop = TransferLoop(self.port, self.channel, ranks, memory.enter_thread)
         quota = LeaseQuota(
             max_leases=max_leases,
             max_leases_per_client=max_leases_per_client,
@@ -223,7 +223,7 @@ class Server:
         transfers, requests = self.scheduler.state.transfers, self.scheduler.state.requests.values()
         leased = list(transfers.offers.values())
         pages = {page for each in leased for page in each.pin.pages.tolist()}
-        assert self.port.num_leased == len(pages)
+        assert self.producer.leases.num_pages == len(pages)
         assert len(pages) <= self.max_leased_pages or len(leased) == 1
         coming = [
             request.spec for request in requests if request.spec.role.kv_export and request.transfer.offered is None
@@ -242,7 +242,7 @@ class Server:
             and not self.cache.pinned.steps
             and not self.cache.pinned.pins
         )
-        assert not transfers.is_open and not self.port.num_leased
+        assert not transfers.is_open and not self.producer.leases.num_pages
         assert sorted(state.slots.free) == list(range(state.config.max_num_seqs))
         assert self.cache.clear()
 

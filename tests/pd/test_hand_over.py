@@ -116,7 +116,7 @@ def test_p_queues_above_its_share():
     names = [p.submit(prompt, max_tokens=1, params=dict(REMOTE_DECODE)) for prompt in prompts]
     world.run()
     assert [name in p.ended for name in names] == [True, True, True, False]
-    assert p.port.num_leased == 30
+    assert p.producer.leases.num_pages == 30
     name = d.submit(prompts[0], params=p.params(names[0]))
     world.run()
     assert d.answers[name] == alone(prompts[0])
@@ -136,9 +136,9 @@ def test_a_client_that_leaves_before_its_turn_lets_go_of_what_is_held_for_it(oth
     for _ in range(6):
         d.turn()
         p.turn()
-    assert num_active(p.producer.leases) <= others and p.port.num_leased < p.layout.pages_for(400)
+    assert num_active(p.producer.leases) <= others and p.producer.leases.num_pages < p.layout.pages_for(400)
     world.run()
-    assert p.scheduler.state.counters.expired_offers == 0 and p.port.num_leased == 0
+    assert p.scheduler.state.counters.expired_offers == 0 and p.producer.leases.num_pages == 0
     assert all(other in d.ended for other in (running, *queued))
     for server in (p, d):
         server.assert_clean()
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_at_any_moment_of_a_fetch_lets_go_of_what_is_held_f
         (d, p)[step % 2].turn()
     d.scheduler.abort(RequestId(name))
     world.run()
-    assert p.port.num_leased == p.scheduler.state.counters.expired_offers == 0
+    assert p.producer.leases.num_pages == p.scheduler.state.counters.expired_offers == 0
     for server in (p, d):
         server.assert_clean()
 
@@ -168,7 +168,7 @@ def test_a_fetch_that_gives_way_lets_go_of_what_is_held_for_it():
     cancel_slow_fetch(d.scheduler.state)
     world.run()
     assert d.answers[name] == alone(TEXT[:300])
-    assert p.port.num_leased == p.scheduler.state.counters.expired_offers == 0
+    assert p.producer.leases.num_pages == p.scheduler.state.counters.expired_offers == 0
     for server in (p, d):
         server.assert_clean()
 
@@ -187,7 +187,7 @@ def test_what_one_server_has_claimed_another_does_not_release():
     for _ in range(6):
         other.turn()
         p.turn()
-    assert p.port.num_leased and other.consumer.num_open == 0
+    assert p.producer.leases.num_pages and other.consumer.num_open == 0
     world.run()
     assert d.answers[name] == alone(TEXT[:300]) and d.scheduler.state.counters.external_hits == 300
     for server in (p, d, other):
@@ -327,7 +327,7 @@ def test_what_is_asked_for_by_content_leaves_those_that_run_their_share():
     for _ in range(10):
         world.run()
     assert name in d.ended and again in p.ended
-    assert d.port.num_leased == 50 + 3
+    assert d.producer.leases.num_pages == 50 + 3
     assert p.answers[again] == alone(TEXT[:320], 1)
 
 

@@ -188,12 +188,12 @@ def test_a_silent_peer_is_waited_for_once_and_then_probed_by_one_at_a_time():
         pull(number)
     # all of them wait for the one answer, and none longer than for that
     assert len([why for why in failures(lost(world, 11)) if "no answer" in why]) == 48
-    assert world.consumer.num_skipped == 0
+    assert world.consumer.unresponsive.num_skipped == 0
     for number in range(48):
         pull(100 + number)
     sent = world.sent
     assert len([why for why in failures(world.tick()) if "did not answer within" in why]) == 48
-    assert world.sent == sent and world.consumer.num_skipped == 48
+    assert world.sent == sent and world.consumer.unresponsive.num_skipped == 48
     world.clock.advance(10.0)
     for number in range(3):
         pull(200 + number)
@@ -218,7 +218,7 @@ def test_a_producer_that_has_restarted_is_tried_at_once_however_often_the_one_be
         restarted(world, number)
         assert "no answer" in failures(lost(world, 11))[0]
     restarted(world, 3)
-    assert failures(world.run()) == [None] and world.consumer.num_skipped == 0
+    assert failures(world.run()) == [None] and world.consumer.unresponsive.num_skipped == 0
 
 
 def test_a_producer_that_restarts_during_a_handshake_is_not_taken_for_silent():
@@ -229,7 +229,7 @@ def test_a_producer_that_restarts_during_a_handshake_is_not_taken_for_silent():
     assert ["no answer" in failure for failure in failures(lost(world, 2))] == [True, True]
     ref = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
     world.pull(world.pull_spec(ref, PROMPT, range(10)))
-    assert failures(world.run()) == [None] and world.consumer.num_skipped == 0
+    assert failures(world.run()) == [None] and world.consumer.unresponsive.num_skipped == 0
 
 
 def test_a_silent_peer_is_not_avoided_for_longer_because_its_connection_ends_later():
@@ -243,7 +243,7 @@ def test_a_silent_peer_is_not_avoided_for_longer_because_its_connection_ends_lat
     world.clock.advance(1.0)
     ref = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
     world.pull(world.pull_spec(ref, PROMPT, range(10)))
-    assert failures(world.run()) == [None] and world.consumer.num_skipped == 0
+    assert failures(world.run()) == [None] and world.consumer.unresponsive.num_skipped == 0
 
 
 def refused(world, monkeypatch, reason, seconds=0.0):
@@ -263,7 +263,7 @@ def test_a_refused_connection_fails_at_once_and_the_next_transfer_tries_again(mo
         ref = world.offer(PROMPT, PAGES, [FILE])
         world.pull(world.pull_spec(ref, PROMPT, range(10)))
         assert failures(world.tick()) == ["connection refused"] and world.consumer.num_open == 0
-    assert world.consumer.num_skipped == 0
+    assert world.consumer.unresponsive.num_skipped == 0
 
 
 def test_a_connection_that_took_long_to_be_refused_counts_as_silence(monkeypatch):
@@ -414,7 +414,7 @@ def test_an_answer_that_never_comes_ends_the_transfer_in_time(kind, monkeypatch)
     for number in range(2):
         ref = world.offer(keys(16, number), [number], request_id=f"cmpl-{number}")
         world.pull(world.pull_spec(ref, keys(16, number), [number]))
-    assert failures(world.run()) == [None, None] and world.consumer.num_skipped == 1
+    assert failures(world.run()) == [None, None] and world.consumer.unresponsive.num_skipped == 1
 
 
 def test_whatever_goes_wrong_with_one_peer_is_a_failed_transfer(monkeypatch):

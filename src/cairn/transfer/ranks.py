@@ -85,7 +85,7 @@ class RankedWorker:
     order."""
 
     def __init__(self, link: Link, worker: WorkerSide, channels: Sequence[RankChannel]) -> None:
-        self._link = link
+        self.link = link
         self._worker = worker
         self._channels = tuple(channels)
         self.frames = FrameReader()
@@ -97,7 +97,7 @@ class RankedWorker:
         """The descriptions of all ranks' links, for `Peer.ranks`; None until all have answered. Call it again and
         again; the caller has the deadline."""
         if not self._descriptions:
-            self._descriptions[0] = self._link.describe()
+            self._descriptions[0] = self.link.describe()
             self._broadcast(Describe())
         self._receive()
         if len(self._descriptions) <= len(self._channels):
@@ -111,7 +111,7 @@ class RankedWorker:
             self._serving = on
             self._broadcast(Serve(on))
         if on:
-            self._link.progress()
+            self.link.progress()
 
     def start(self, order: ReadOrder) -> None:
         if sum(map(len, order.peer.ranks)) > _MAX_DESCRIPTIONS:
@@ -187,11 +187,6 @@ class RankServant:
         self.frames = FrameReader()
         self._open: set[PullId] = set()
         self._serving = False
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing has to be done until the next frame."""
-        return not self._open and not self._serving
 
     @property
     def is_reading(self) -> bool:

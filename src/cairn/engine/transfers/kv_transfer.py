@@ -217,7 +217,7 @@ def build_transfer(
     tools = ConsumerTools(me, worker, channel.connect, os.urandom, event_loop)
     consumer = Consumer(tools, policy, clock, events.put)
     port = TransferPort(event_loop, producer, consumer, events)
-    loop = TransferLoop(port, channel, link, worker, memory.pool.enter_thread)
+    loop = TransferLoop(port, channel, worker, memory.pool.enter_thread)
     quota = LeaseQuota(
         max_leases=config.max_leases,
         max_leases_per_client=config.max_leases_per_client,
