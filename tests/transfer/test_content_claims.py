@@ -18,7 +18,7 @@ from cairn.transfer.contract import (
     PullId,
     SchedulerSide,
 )
-from cairn.transfer.digest import ContentDigest, SequenceIndex, content_digest
+from cairn.transfer.digest import ContentDigest, SequenceIndex
 from cairn.transfer.leases import Claimed, LeaseLimits, Leases, LeaseState
 from cairn.transfer.producer import ContentLookups, LookupLimits
 from cairn.transfer.wire import Claim, Granted, RefusalReason, pack_pages
@@ -362,7 +362,7 @@ def test_a_claim_whose_sender_has_gone_leaves_no_lease_behind(answered):
 def test_a_claim_whose_marks_do_not_lead_to_its_end_is_refused():
     """The end is looked for first; when less of its sequence is left, the marks have to tell how much."""
     side = Side()
-    end = content_digest(LAYOUT, PLAIN, PROMPT[:400])
+    end = ContentDigest(LAYOUT, PLAIN).of(PROMPT[:400])
     waiting = side.claim(Claim("", marks_of(keys(512, 1)), 128, False, end, 400))
     side.grant(LookupId(1))
     assert waiting.result() is RefusalReason.NOT_CACHED and num_active(side.leases) == side.lookups.num_open == 0
@@ -472,7 +472,7 @@ def test_an_answer_that_ends_between_two_marks_is_read_to_its_end(p, d, end):
     case.pull = case.d.door.pull(spec)
     case.run()
     (asked,) = case.asked
-    assert asked.end == content_digest(LAYOUT, PLAIN, PROMPT[:end]) and asked.marks == marks_of(PROMPT)
+    assert asked.end == ContentDigest(LAYOUT, PLAIN).of(PROMPT[:end]) and asked.marks == marks_of(PROMPT)
     _, held = case.recent.find_longest(asked.marks, asked.end)
     case.side.answer_lookup(asked.lookup, case.held(len(held)))
     assert case.run()[0] == PullEnded(case.pull, None, end, end)

@@ -12,7 +12,7 @@ import pytest
 from cairn.transfer import leases
 from cairn.transfer.claim import match_claim
 from cairn.transfer.contract import ContentName, LeaseDemand, Offer, OfferedCheckpoint
-from cairn.transfer.digest import ContentDigest, content_digest
+from cairn.transfer.digest import ContentDigest
 from cairn.transfer.leases import TRANSITIONS, Claimed, LeaseLimits, Leases, LeaseState
 from cairn.transfer.wire import Claim, RefusalReason, unpack_pages
 from cairn.types import ManualClock
@@ -42,7 +42,7 @@ def book(clock):
 
 
 def claim(lease, *, request_id="cmpl-1", name=NAME, prompt=PROMPT, first=0, checkpoint=True):
-    digest = content_digest(LAYOUT, name, prompt)
+    digest = ContentDigest(LAYOUT, name).of(prompt)
     return Claim(name.adapter, b"", first * BLOCK, checkpoint, digest, len(prompt), request_id, lease.nonce)
 
 

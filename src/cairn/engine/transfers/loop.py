@@ -53,12 +53,11 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.notify: Callable[[], None] | None = None
+        self.notify: Callable[[], None] = lambda: None
 
     def put(self, event: Event) -> None:
         self._events.put(event)
-        if self.notify is not None:
-            self.notify()
+        self.notify()
 
     def take(self) -> list[Event]:
         events: list[Event] = []
@@ -78,7 +77,7 @@ class TransferPort:
         self.producer = producer
         self.consumer = consumer
         self.pending = events
-        self.changed: Callable[[], None] | None = None
+        self.changed: Callable[[], None] = lambda: None
         self._leases = producer.leases
         self._pulls = 0
 
@@ -87,13 +86,13 @@ class TransferPort:
 
     def offer(self, offer: Offer) -> str:
         lease = self._leases.offer(offer)
-        self._look()
+        self._post(self._leases.expire)
         return lease.reference
 
     def withdraw(self, remote_request_id: str) -> None:
         if (known := split_reference(remote_request_id)) is not None:
             self._leases.decline(*known)
-            self._look()
+            self._post(self._leases.expire)
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
         lease = None if offer is None else self._leases.offer(offer)
@@ -112,15 +111,10 @@ class TransferPort:
     def events(self) -> list[Event]:
         return [*self.pending.take(), *self._leases.take_ended()]
 
-    def _look(self) -> None:
-        """Have the thread look at the leases."""
-        self._post(lambda: None)
-
     def _post(self, command: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
         def carry_out() -> None:
             command(*arguments)
-            if self.changed is not None:
-                self.changed()
+            self.changed()
 
         # the thread may have ended, which `KvTransfer.check` reports
         with contextlib.suppress(RuntimeError):
@@ -182,7 +176,7 @@ class TransferLoop:
         """Drive the links, and look at what time has done."""
         self._port.consumer.look()
         leases = self._port.producer.leases
-        if leases.has_ended and self._port.pending.notify is not None:
+        if leases.has_ended:
             self._port.pending.notify()
         self._ranks.serve(leases.may_be_read)
 
@@ -209,8 +203,7 @@ class TransferLoop:
         except Exception as error:
             logger.exception("the transfer thread has ended")
             self.failure = f"{type(error).__name__}: {error}"
-            if self._port.pending.notify is not None:
-                self._port.pending.notify()
+            self._port.pending.notify()
 
     async def _serve(self) -> None:
         try:
