@@ -164,6 +164,14 @@ def test_heartbeats_prolong_a_claim_up_to_the_greatest_age(book, clock):
     assert clock.now() >= 600.0 and beats < 40 and num_active(book) == 0
 
 
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_a_claim_late_in_an_offers_time_gets_time_to_read(book, clock, has_lease):
+    offered = book.offer(OFFER)
+    clock.advance(25.0)
+    assert isinstance(book.claim(claim(offered)) if has_lease else book.grant(claim(offered), offered), Claimed)
+    assert next_end(book) == 45.0
+
+
 def test_confirm_ends_the_lease(book):
     _, lease = granted_by(book, claim(book.offer(OFFER)))
     assert book.confirm(lease) is None and lease.state is LeaseState.CONFIRMED

@@ -320,6 +320,21 @@ def test_a_consumer_that_asks_without_end_and_takes_no_answers_is_not_read_any_m
     assert not wire.p.streams and not wire.producer.lookups.num_open
 
 
+def test_a_session_that_is_closed_while_it_connects_connects_no_more():
+    event_loop, ended = TurnedLoop(ManualClock()), []
+
+    async def connect(address):
+        await event_loop.create_future()
+
+    tools = ConsumerTools(identity("d"), None, connect, random.randbytes, event_loop)
+    session = ProducerSession(AT, "p", tools, heard=lambda: None, ended=lambda session, failure: ended.append(failure))
+    event_loop.spin()
+    assert not session.closed.done()
+    session.close("others needed its place")
+    event_loop.spin()
+    assert session.closed.done() and [str(failure) for failure in ended] == ["others needed its place"]
+
+
 def test_a_welcome_says_what_every_rank_says():
     welcome = Wire().said_by_p()
     assert isinstance(welcome, Welcome) and tuple(welcome.ranks) == RANKS and welcome.engine_id == "p"
