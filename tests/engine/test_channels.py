@@ -253,6 +253,25 @@ def test_a_connection_on_which_nothing_comes_is_closed_after_a_while():
     d.close()
 
 
+def test_the_end_that_connects_closes_first():
+    """The other one would close a connection that something is just being sent on."""
+    clocks = ManualClock(), ManualClock()
+    p, d = (side_channel(clock=clock) for clock in clocks)
+    idle = ChannelLimits().idle_seconds
+    for channel, clock, seconds in ((p, clocks[0], 2 * idle), (d, clocks[1], idle)):
+        d.send((HOST, p.port), b"hello")
+        p.reply(await_frames(p, others=[d])[0].sender, b"welcome")
+        assert await_frames(d, others=[p])[0].frame == b"welcome"
+        clock.advance(seconds - 0.1)
+        assert channel.receive(0.0) == [] and channel.num_connections == 1
+        clock.advance(0.1)
+        (lost,) = channel.receive(0.0)
+        assert "too long" in lost.lost and channel.num_connections == 0
+        assert await_frames(d if channel is p else p)[0].lost
+    p.close()
+    d.close()
+
+
 def test_a_peer_that_does_not_read_is_waited_for_and_gets_all_in_the_end():
     """Nothing is dropped: what finds no room waits at its sender, beyond two frames of the largest kind and what the
     sockets take."""

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from cairn.transfer.credentials import TlsCredentials
-from cairn.transfer.wire import answers, greeting_answers, greetings, questions
 from cairn.types import SystemClock
 from doubles.turned_channel import TurnedChannel
+from transfer.frames import answers, greeting_answers, greetings, questions
 
 HOST = "127.0.0.1"
 _LINKS = 64

@@ -19,7 +19,7 @@ from cairn.engine.transfers.loop import EventQueue, TransferLoop, TransferPort
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
-from cairn.scheduler.transfers import LeaseQuota
+from cairn.scheduler.transfers import LeaseQuota, Transfers
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import Peer
 from cairn.transfer.digest import SequenceIndex
@@ -35,6 +35,7 @@ from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock, RequestId, SamplingParams
 from doubles.memory_channel import MemoryNetwork
 from doubles.memory_link import MemoryFabric
+from transfer.parts import num_active
 from turned_loop import TurnedLoop
 
 LAYOUT_HASH = b"L" * 32
@@ -132,14 +133,14 @@ class Server:
         tools = ConsumerTools(identity, ranks, self.channel.connect, random_bytes, event_loop)
         self.consumer = Consumer(tools, policy, world.clock, events.put)
         self.port = TransferPort(event_loop, self.producer, self.consumer, events)
-        loop = TransferLoop(self.port, self.channel, self.link, ranks, memory.enter_thread)
-        sequences = SequenceIndex(layout_hash)
+        loop = TransferLoop(self.port, self.channel, ranks, memory.enter_thread)
         quota = LeaseQuota(
             max_leases=max_leases,
             max_leases_per_client=max_leases_per_client,
             wait_seconds=lease_seconds if wait_seconds is None else wait_seconds,
         )
-        self.kv = KvTransfer(engine_id, HOST, port, 1, policy, self.port, loop, sequences, quota=quota)
+        transfers = Transfers(self.port, SequenceIndex(layout_hash), quota)
+        self.kv = KvTransfer(engine_id, HOST, port, 1, policy, self.port, loop, transfers)
         placement = None if mode is None else placement_for(mode, block_size, False)
         self.cache = PrefixCache(self.layout, num_pages, CachePolicy(placement, ValuePerByte()))
         config = SchedulerConfig(
@@ -201,7 +202,7 @@ class Server:
 
     def _progress(self) -> tuple[int, ...]:
         leases = self.producer.leases
-        return leases.num_active, self.consumer.num_open, self.channel.num_waiting, len(self.channel.sent), self.steps
+        return num_active(leases), self.consumer.num_open, self.channel.num_waiting, len(self.channel.sent), self.steps
 
     @property
     def steps(self) -> int:
@@ -222,7 +223,7 @@ class Server:
         transfers, requests = self.scheduler.state.transfers, self.scheduler.state.requests.values()
         leased = list(transfers.offers.values())
         pages = {page for each in leased for page in each.pin.pages.tolist()}
-        assert self.port.num_leased == len(pages)
+        assert self.producer.leases.num_pages == len(pages)
         assert len(pages) <= self.max_leased_pages or len(leased) == 1
         coming = [
             request.spec for request in requests if request.spec.role.kv_export and request.transfer.offered is None
@@ -241,7 +242,7 @@ class Server:
             and not self.cache.pinned.steps
             and not self.cache.pinned.pins
         )
-        assert not transfers.is_open and not self.port.num_leased
+        assert not transfers.is_open and not self.producer.leases.num_pages
         assert sorted(state.slots.free) == list(range(state.config.max_num_seqs))
         assert self.cache.clear()
 

@@ -18,6 +18,7 @@ from cairn.types import RequestId
 from doubles.hand_plans import slots_without_row
 from doubles.memory_link import Fault
 from tiers import first_of
+from transfer.parts import num_active
 
 TEXT = np.random.default_rng(3).integers(0, 50, 3000).tolist()
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 400)
@@ -115,7 +116,7 @@ def test_p_queues_above_its_share():
     names = [p.submit(prompt, max_tokens=1, params=dict(REMOTE_DECODE)) for prompt in prompts]
     world.run()
     assert [name in p.ended for name in names] == [True, True, True, False]
-    assert p.port.num_leased == 30
+    assert p.producer.leases.num_pages == 30
     name = d.submit(prompts[0], params=p.params(names[0]))
     world.run()
     assert d.answers[name] == alone(prompts[0])
@@ -135,9 +136,9 @@ def test_a_client_that_leaves_before_its_turn_lets_go_of_what_is_held_for_it(oth
     for _ in range(6):
         d.turn()
         p.turn()
-    assert p.producer.leases.num_active <= others and p.port.num_leased < p.layout.pages_for(400)
+    assert num_active(p.producer.leases) <= others and p.producer.leases.num_pages < p.layout.pages_for(400)
     world.run()
-    assert p.scheduler.state.counters.expired_offers == 0 and p.port.num_leased == 0
+    assert p.scheduler.state.counters.expired_offers == 0 and p.producer.leases.num_pages == 0
     assert all(other in d.ended for other in (running, *queued))
     for server in (p, d):
         server.assert_clean()
@@ -152,7 +153,7 @@ def test_a_client_that_leaves_at_any_moment_of_a_fetch_lets_go_of_what_is_held_f
         (d, p)[step % 2].turn()
     d.scheduler.abort(RequestId(name))
     world.run()
-    assert p.port.num_leased == p.scheduler.state.counters.expired_offers == 0
+    assert p.producer.leases.num_pages == p.scheduler.state.counters.expired_offers == 0
     for server in (p, d):
         server.assert_clean()
 
@@ -167,7 +168,7 @@ def test_a_fetch_that_gives_way_lets_go_of_what_is_held_for_it():
     cancel_slow_fetch(d.scheduler.state)
     world.run()
     assert d.answers[name] == alone(TEXT[:300])
-    assert p.port.num_leased == p.scheduler.state.counters.expired_offers == 0
+    assert p.producer.leases.num_pages == p.scheduler.state.counters.expired_offers == 0
     for server in (p, d):
         server.assert_clean()
 
@@ -186,7 +187,7 @@ def test_what_one_server_has_claimed_another_does_not_release():
     for _ in range(6):
         other.turn()
         p.turn()
-    assert p.port.num_leased and other.consumer.num_open == 0
+    assert p.producer.leases.num_pages and other.consumer.num_open == 0
     world.run()
     assert d.answers[name] == alone(TEXT[:300]) and d.scheduler.state.counters.external_hits == 300
     for server in (p, d, other):
@@ -201,9 +202,9 @@ def test_releases_are_bounded_and_end_by_themselves():
     for _ in range(MAX_RELEASES + 50):
         d.scheduler.release_source(source)
     d.turn()
-    assert d.consumer.num_open == d.scheduler.state.transfers.peers.num_releases == MAX_RELEASES
+    assert d.consumer.num_open == len(d.scheduler.state.transfers.peers._releases) == MAX_RELEASES
     world.pass_time(10.0)
-    assert d.consumer.num_open == d.scheduler.state.transfers.peers.num_releases == 0
+    assert d.consumer.num_open == len(d.scheduler.state.transfers.peers._releases) == 0
 
 
 def test_a_prompt_larger_than_the_share_goes_alone():
@@ -326,7 +327,7 @@ def test_what_is_asked_for_by_content_leaves_those_that_run_their_share():
     for _ in range(10):
         world.run()
     assert name in d.ended and again in p.ended
-    assert d.port.num_leased == 50 + 3
+    assert d.producer.leases.num_pages == 50 + 3
     assert p.answers[again] == alone(TEXT[:320], 1)
 
 

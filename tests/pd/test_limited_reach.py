@@ -36,8 +36,11 @@ def test_a_prompt_is_hit_whole_and_costs_its_windows_alone(length, blocks):
     world, p, d = pair(blocks)
     prompt = TEXT[:length]
     params = prefill(p, prompt)
-    assert p.port.num_leased == needed(p, length) + p.layout.pages_per_checkpoint
-    assert sum(map(len, params["remote_block_ids"])) == p.port.num_leased and len(params["remote_block_ids"]) == 4
+    assert p.producer.leases.num_pages == needed(p, length) + p.layout.pages_per_checkpoint
+    assert (
+        sum(map(len, params["remote_block_ids"])) == p.producer.leases.num_pages
+        and len(params["remote_block_ids"]) == 4
+    )
     held = d.cache.pool.num_free
     name = d.submit(prompt, max_tokens=60 if length < 500 else 3, params=params)
     d.turn()

@@ -115,7 +115,7 @@ class Mix:
                 self.abort(server)
             self.hear(server)
             leased = [len(each.pin.pages) for each in server.scheduler.state.transfers.offers.values()]
-            self.shared_pages += sum(leased) - server.port.num_leased
+            self.shared_pages += sum(leased) - server.producer.leases.num_pages
         if self.rng.random() < 0.02:
             self.world.clock.advance(self.rng.choice([0.5, 1.5, 6.0]))
         return moved or self.left > 0

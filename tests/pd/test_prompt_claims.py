@@ -3,6 +3,8 @@
 import numpy as np
 from pd_world import REMOTE_DECODE, World, alone, prefill
 
+from transfer.parts import num_active
+
 TEXT = np.random.default_rng(3).integers(0, 50, 500).tolist()
 TURNS = 100
 
@@ -26,7 +28,7 @@ def test_a_claim_finds_an_offer_that_the_transfer_thread_has_not_been_told_of():
         d.turn()
         if len(d.channel.sent) == 3 + 1:
             break
-    assert p.channel.num_waiting == 1 and p.producer.leases.num_active == 1
+    assert p.channel.num_waiting == 1 and num_active(p.producer.leases) == 1
     world.run()
     assert d.answers[name] == alone(prompt)
     assert d.scheduler.state.counters.external_hits == 100 + len(prompt)

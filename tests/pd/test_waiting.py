@@ -13,6 +13,7 @@ from cairn.scheduler.request import Phase
 from cairn.transfer.contract import LookupRequest
 from cairn.types import RequestId
 from tiers import more
+from transfer.parts import num_active
 
 TEXT = np.random.default_rng(5).integers(0, 50, 9000).tolist()
 PLANS = 2
@@ -257,8 +258,8 @@ def test_offers_of_one_prompt_that_nobody_fetches_are_counted_once_and_stall_nob
     names = [p.submit(prompt, max_tokens=1, params=REMOTE_DECODE) for _ in range(100)]
     world.run()
     assert all(p.ended[name].transfer.offered is not None for name in names)
-    assert p.port.num_leased == p.producer.leases.num_pages == p.layout.pages_for(4000) + p.layout.pages_per_checkpoint
-    assert p.producer.leases.num_active == 100
+    assert p.producer.leases.num_pages == p.layout.pages_for(4000) + p.layout.pages_per_checkpoint
+    assert num_active(p.producer.leases) == 100
     plain = p.submit(text(5000, 60))
     other = p.submit(text(6000, 60), max_tokens=1, params=REMOTE_DECODE, client="another")
     assert starts(p, plain) and starts(p, other)
@@ -280,9 +281,9 @@ def test_prompts_that_begin_alike_share_what_is_leased(max_tokens):
     world.run()
     leased = [name for name in names if name in p.ended]
     assert leased == names[: len(leased)] and 4 <= len(leased) < 12
-    assert p.port.num_leased == p.producer.leases.num_pages <= 60
+    assert p.producer.leases.num_pages <= 60
     held = {page for leased in p.scheduler.state.transfers.offers.values() for page in leased.pin.pages.tolist()}
-    assert len(held) == p.port.num_leased
+    assert len(held) == p.producer.leases.num_pages
     clean(world)
 
 
@@ -291,11 +292,11 @@ def test_a_cached_prompt_needs_no_more_room_than_it_has_already():
     p = world.server(1, num_pages=100, lease_share=0.1)
     names = [p.submit(text(0, 100), max_tokens=1, params=REMOTE_DECODE) for _ in range(5)]
     world.run()
-    assert all(name in p.ended for name in names) and p.port.num_leased == 10
+    assert all(name in p.ended for name in names) and p.producer.leases.num_pages == 10
     # this one goes on writing in a copy of the last page, which finds no room
     decodes = p.submit(text(0, 100), max_tokens=5, params=REMOTE_DECODE)
     world.run()
-    assert decodes not in p.ended and p.port.num_leased == 10
+    assert decodes not in p.ended and p.producer.leases.num_pages == 10
     world.pass_time(31)
     assert p.answers[decodes] == alone(text(0, 100), 5) and p.ended[decodes].transfer.offered is not None
     clean(world)
@@ -383,7 +384,7 @@ def test_a_hand_over_whose_leases_have_ended_waits_for_a_slot_like_any_other():
     for _ in range(20):
         p.turn()
         world.clock.advance(0.5)
-    assert busy not in p.ended and second not in p.ended and not p.port.num_leased
+    assert busy not in p.ended and second not in p.ended and not p.producer.leases.num_pages
     world.run()
     assert p.ended[second].transfer.offered is not None
     assert p.scheduler.state.counters.refused_kv_exports["timeout"] == 0
@@ -453,7 +454,7 @@ def test_leases_are_bounded_in_all():
     assert p.scheduler.state.counters.refused_kv_exports["total"] == 1
     plain = p.submit(text(1000, 60))
     world.run()
-    assert plain in p.ended and p.producer.leases.num_active == 4
+    assert plain in p.ended and num_active(p.producer.leases) == 4
     world.pass_time(31)
     prefill(p, text(1000, 60))
     clean(world)
@@ -493,7 +494,7 @@ def test_what_is_asked_for_by_content_counts_against_the_bound_of_all():
     before = p.scheduler.state.counters.computed_prompt_tokens
     prefill(p, turn, hint=hint["cairn_decode_hint"])
     assert any(isinstance(event, LookupRequest) for event in heard)
-    assert p.scheduler.state.counters.external_hits == 0 and d.producer.leases.num_active == 2
+    assert p.scheduler.state.counters.external_hits == 0 and num_active(d.producer.leases) == 2
     assert p.scheduler.state.counters.computed_prompt_tokens - before == len(turn) - 130
     world.pass_time(31)
     p.cache.clear()

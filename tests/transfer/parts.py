@@ -5,6 +5,7 @@ import numpy as np
 from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup
 from cairn.transfer.links.contract import ReadState
+from cairn.transfer.pull import PullState
 from cairn.transfer.wire import unpack_pages
 
 
@@ -23,3 +24,14 @@ def polled(worker, pull):
 def granted_numbers(granted):
     """Per attention group the numbers that a grant lists."""
     return [unpack_pages(each).tolist() for each in granted.pages]
+
+
+def num_active(leases) -> int:
+    """Leases that have not ended."""
+    leases.expire()
+    return len(leases._active)
+
+
+def num_quarantined(consumer) -> int:
+    """Pulls that have ended and whose pages may still be written to."""
+    return sum(pull.state is PullState.ABANDONED for pull in consumer._pulls.values())

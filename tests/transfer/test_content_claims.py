@@ -18,12 +18,12 @@ from cairn.transfer.contract import (
     PullId,
     SchedulerSide,
 )
-from cairn.transfer.digest import ContentDigest, SequenceIndex, content_digest
+from cairn.transfer.digest import ContentDigest, SequenceIndex
 from cairn.transfer.leases import Claimed, LeaseLimits, Leases, LeaseState
 from cairn.transfer.producer import ContentLookups, LookupLimits
 from cairn.transfer.wire import Claim, Granted, RefusalReason, pack_pages
 from cairn.types import ManualClock
-from transfer.parts import granted_numbers, parts
+from transfer.parts import granted_numbers, num_active, parts
 from transfer.ranked_world import LAYOUT, PLAIN, World, content_spec_of, leased_spec_of, moves, offer_of
 from transfer.world import keys
 from turned_loop import TurnedLoop
@@ -340,7 +340,7 @@ def test_a_grant_cannot_be_claimed_by_another():
     claim = Claim("", b"", 0, False, marks_of(PROMPT)[5 * 32 : 6 * 32], 384, "answer-1", claimed.lease.nonce)
     assert side.leases.claim(claim) is RefusalReason.USED
     assert side.leases.decline("answer-1", claimed.lease.nonce) is RefusalReason.USED
-    assert side.leases.num_active == 1
+    assert num_active(side.leases) == 1
 
 
 @pytest.mark.parametrize("answered", [False, True])
@@ -354,7 +354,7 @@ def test_a_claim_whose_sender_has_gone_leaves_no_lease_behind(answered):
     side.event_loop.spin()
     assert waiting.cancelled() and side.lookups.num_open == 0
     side.grant(LookupId(1))
-    assert side.leases.num_active == 0 and {lease.state for lease in side.leases._past.values()} == {
+    assert num_active(side.leases) == 0 and {lease.state for lease in side.leases._past.values()} == {
         LeaseState.RELEASED
     }
 
@@ -362,13 +362,13 @@ def test_a_claim_whose_sender_has_gone_leaves_no_lease_behind(answered):
 def test_a_claim_whose_marks_do_not_lead_to_its_end_is_refused():
     """The end is looked for first; when less of its sequence is left, the marks have to tell how much."""
     side = Side()
-    end = content_digest(LAYOUT, PLAIN, PROMPT[:400])
+    end = ContentDigest(LAYOUT, PLAIN).of(PROMPT[:400])
     waiting = side.claim(Claim("", marks_of(keys(512, 1)), 128, False, end, 400))
     side.grant(LookupId(1))
-    assert waiting.result() is RefusalReason.NOT_CACHED and side.leases.num_active == side.lookups.num_open == 0
+    assert waiting.result() is RefusalReason.NOT_CACHED and num_active(side.leases) == side.lookups.num_open == 0
     waiting = side.claim(Claim("", ASK.marks, 128, False, end, 400))
     side.grant(LookupId(2))
-    assert side.leases.num_active == 1 and isinstance(waiting.result(), Claimed)
+    assert num_active(side.leases) == 1 and isinstance(waiting.result(), Claimed)
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,7 @@ def test_an_answer_that_ends_between_two_marks_is_read_to_its_end(p, d, end):
     case.pull = case.d.door.pull(spec)
     case.run()
     (asked,) = case.asked
-    assert asked.end == content_digest(LAYOUT, PLAIN, PROMPT[:end]) and asked.marks == marks_of(PROMPT)
+    assert asked.end == ContentDigest(LAYOUT, PLAIN).of(PROMPT[:end]) and asked.marks == marks_of(PROMPT)
     _, held = case.recent.find_longest(asked.marks, asked.end)
     case.side.answer_lookup(asked.lookup, case.held(len(held)))
     assert case.run()[0] == PullEnded(case.pull, None, end, end)
@@ -528,6 +528,6 @@ def test_a_content_claim_is_answered_by_no_lease_that_was_offered_to_others():
     case = Case()
     case.p.door.offer(case.held(384))
     case.ask()
-    assert case.p.producer.leases.num_active == 1 and case.answer_from_memory() is not None
+    assert num_active(case.p.producer.leases) == 1 and case.answer_from_memory() is not None
     assert case.run()[0] == PullEnded(case.pull, None, 384, 384)
-    assert case.p.producer.leases.num_active == 1
+    assert num_active(case.p.producer.leases) == 1

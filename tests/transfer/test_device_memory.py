@@ -148,7 +148,7 @@ def test_pages_of_a_read_that_is_given_up_are_nobodys_while_the_device_may_write
         assert polled(reader.worker, PullId(1)) is READING
     reader.worker.cancel(PullId(1))
     assert reader.drive() is CANCELLED
-    assert rank.pool.stream.num_waiting == 0 and rank.staging.num_free == 2
+    assert rank.pool.stream.num_waiting == 0 and len(rank.staging._free) == 2
     rank.memory[:] = CANARY
     rank.pool.fence()
     for _ in range(rank.pool.stream.num_waiting):
@@ -178,4 +178,4 @@ def test_a_peer_that_is_refused_at_the_start_leaves_no_buffer_behind():
     assert isinstance(reader.worker, LinkWorker)
     with pytest.raises(Exception, match="nobody"):
         reader.worker.start(reader.order(ranks=(b"nobody",)))
-    assert rank.staging.num_free == 2 and reader.worker.num_reads == rank.pool.stream.num_waiting == 0
+    assert len(rank.staging._free) == 2 and len(reader.worker._reads) == rank.pool.stream.num_waiting == 0

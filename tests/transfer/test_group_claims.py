@@ -22,7 +22,7 @@ from cairn.transfer.contract import (
 from cairn.transfer.leases import Claimed, LeaseLimits, Leases
 from cairn.transfer.wire import Granted, RefusalReason, pack_pages
 from cairn.types import ManualClock
-from transfer.parts import granted_numbers
+from transfer.parts import granted_numbers, num_active
 from transfer.world import LAYOUT, keys
 
 REACHES = ((None, False), (40, False), (64, True))
@@ -98,8 +98,7 @@ def book():
 
 @pytest.mark.parametrize("start", [0, 100, 370, 390])
 def test_a_claim_is_granted_by_group_and_read_from_where_it_is_needed(book, start):
-    nonce = book.offer(OFFER)
-    asked = spec(start, KvSource("p", "127.0.0.1", 1, "cmpl-1", nonce))
+    asked = spec(start, KvSource("p", "127.0.0.1", 1, "cmpl-1", book.offer(OFFER).nonce))
     claimed = book.claim(make_claim(asked, LAYOUT))
     assert isinstance(claimed, Claimed)
     granted = claimed.granted
@@ -115,9 +114,9 @@ def test_a_claim_is_granted_by_group_and_read_from_where_it_is_needed(book, star
 
 
 def test_a_claim_of_less_than_is_leased_is_out_of_range(book):
-    asked = spec(0, KvSource("p", "127.0.0.1", 1, "cmpl-1", book.offer(OFFER)))
+    asked = spec(0, KvSource("p", "127.0.0.1", 1, "cmpl-1", book.offer(OFFER).nonce))
     assert book.claim(make_claim(replace(asked, keys=PROMPT[:384]), LAYOUT)) is RefusalReason.OUT_OF_RANGE
-    assert book.num_active == 1
+    assert num_active(book) == 1
 
 
 WHOLE = Granted(

@@ -9,12 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from cairn.transfer import leases
+from cairn.transfer.claim import match_claim
 from cairn.transfer.contract import ContentName, LeaseDemand, Offer, OfferedCheckpoint
-from cairn.transfer.digest import ContentDigest, content_digest
+from cairn.transfer.digest import ContentDigest
 from cairn.transfer.leases import TRANSITIONS, Claimed, LeaseLimits, Leases, LeaseState
 from cairn.transfer.wire import Claim, RefusalReason, unpack_pages
 from cairn.types import ManualClock
-from transfer.parts import granted_numbers, parts
+from transfer.parts import granted_numbers, num_active, parts
 from transfer.world import BLOCK, LAYOUT, keys
 
 PROMPT = keys(400)
@@ -39,9 +41,9 @@ def book(clock):
     return Leases(LAYOUT, LeaseLimits(max_pages=60), clock, random.Random(1).randbytes)
 
 
-def claim(nonce, *, request_id="cmpl-1", name=NAME, prompt=PROMPT, first=0, checkpoint=True):
-    digest = content_digest(LAYOUT, name, prompt)
-    return Claim(name.adapter, b"", first * BLOCK, checkpoint, digest, len(prompt), request_id, nonce)
+def claim(lease, *, request_id="cmpl-1", name=NAME, prompt=PROMPT, first=0, checkpoint=True):
+    digest = ContentDigest(LAYOUT, name).of(prompt)
+    return Claim(name.adapter, b"", first * BLOCK, checkpoint, digest, len(prompt), request_id, lease.nonce)
 
 
 def next_end(book):
@@ -83,13 +85,13 @@ def test_zero_pages_are_an_ordinary_claim(book):
 
 
 def test_a_reference_is_used_once(book):
-    nonce = book.offer(OFFER)
-    _, lease = granted_by(book, claim(nonce))
-    assert book.claim(claim(nonce)) is RefusalReason.USED
-    assert book.claim(claim(nonce, first=1)) is RefusalReason.USED
-    assert book.decline("cmpl-1", nonce) is RefusalReason.USED
+    offered = book.offer(OFFER)
+    _, lease = granted_by(book, claim(offered))
+    assert book.claim(claim(offered)) is RefusalReason.USED
+    assert book.claim(claim(offered, first=1)) is RefusalReason.USED
+    assert book.decline("cmpl-1", offered.nonce) is RefusalReason.USED
     assert book.heartbeat(lease) is None and book.confirm(lease) is None
-    assert book.claim(claim(nonce)) is RefusalReason.USED
+    assert book.claim(claim(offered)) is RefusalReason.USED
     assert book.confirm(lease) is RefusalReason.USED, "it is confirmed once"
 
 
@@ -109,15 +111,15 @@ def test_a_reference_is_used_once(book):
     ],
 )
 def test_what_does_not_fit_is_refused_and_spends_nothing(book, changed, why):
-    nonce = book.offer(OFFER)
-    assert book.claim(claim(nonce, **changed)) is why
-    assert isinstance(book.claim(claim(nonce)), Claimed)
+    offered = book.offer(OFFER)
+    assert book.claim(claim(offered, **changed)) is why
+    assert isinstance(book.claim(claim(offered)), Claimed)
 
 
 def test_a_claim_under_a_lease_names_all_that_it_wants_by_its_end(book):
     """Marks may come along; without an end, or with another adapter than its digest, nothing is granted."""
-    nonce = book.offer(OFFER)
-    whole = claim(nonce)
+    offered = book.offer(OFFER)
+    whole = claim(offered)
     marks = ContentDigest(LAYOUT, NAME)
     marks.append(PROMPT)
     without_end = msgspec.structs.replace(whole, marks=marks.marks, end=None, position=0)
@@ -129,29 +131,29 @@ def test_a_claim_under_a_lease_names_all_that_it_wants_by_its_end(book):
 
 
 def test_an_unknown_nonce_is_refused(book):
-    nonce = book.offer(OFFER)
-    wrong = bytes([nonce[0] ^ 1]) + nonce[1:]
-    assert book.claim(claim(wrong)) is RefusalReason.UNKNOWN
+    offered = book.offer(OFFER)
+    wrong = bytes([offered.nonce[0] ^ 1]) + offered.nonce[1:]
+    assert book.claim(claim(replace(offered, nonce=wrong))) is RefusalReason.UNKNOWN
     assert book.decline("cmpl-1", wrong) is RefusalReason.UNKNOWN
     assert book.heartbeat(None) is book.confirm(None) is RefusalReason.UNKNOWN
 
 
 def test_a_lease_ends_at_its_time_and_no_heartbeat_brings_it_back(book, clock):
-    nonce = book.offer(OFFER)
-    _, lease = granted_by(book, claim(nonce))
+    offered = book.offer(OFFER)
+    _, lease = granted_by(book, claim(offered))
     assert next_end(book) == 30.0
     clock.advance(30.0)
     assert book.heartbeat(lease) is RefusalReason.EXPIRED
     assert book.confirm(lease) is RefusalReason.EXPIRED
-    assert book.claim(claim(nonce)) is RefusalReason.EXPIRED
+    assert book.claim(claim(offered)) is RefusalReason.EXPIRED
     assert [lease.state for lease in book.take_ended()] == [LeaseState.EXPIRED.value]
     assert book.take_ended() == [] and num_pages(book) == 0 and next_end(book) is None
 
 
 def test_heartbeats_prolong_a_claim_up_to_the_greatest_age(book, clock):
-    nonce = book.offer(OFFER)
+    offered = book.offer(OFFER)
     clock.advance(5.0)
-    _, lease = granted_by(book, claim(nonce))
+    _, lease = granted_by(book, claim(offered))
     assert next_end(book) == 30.0, "an extension never shortens"
     clock.advance(24.0)
     assert book.heartbeat(lease) is None and next_end(book) == 49.0
@@ -159,7 +161,15 @@ def test_heartbeats_prolong_a_claim_up_to_the_greatest_age(book, clock):
     while beats < 100 and book.heartbeat(lease) is None:
         clock.advance(19.0)
         beats += 1
-    assert clock.now() >= 600.0 and beats < 40 and book.num_active == 0
+    assert clock.now() >= 600.0 and beats < 40 and num_active(book) == 0
+
+
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_a_claim_late_in_an_offers_time_gets_time_to_read(book, clock, has_lease):
+    offered = book.offer(OFFER)
+    clock.advance(25.0)
+    assert isinstance(book.claim(claim(offered)) if has_lease else book.grant(claim(offered), offered), Claimed)
+    assert next_end(book) == 45.0
 
 
 def test_confirm_ends_the_lease(book):
@@ -171,43 +181,42 @@ def test_confirm_ends_the_lease(book):
 
 def test_a_release_ends_the_lease_before_and_after_the_claim(book):
     for claimed in (False, True):
-        nonce = book.offer(OFFER)
+        offered = book.offer(OFFER)
         if claimed:
-            _, lease = granted_by(book, claim(nonce))
+            _, lease = granted_by(book, claim(offered))
             book.release(lease)
             book.release(lease)
         else:
-            assert book.decline("cmpl-1", nonce) is None
-            assert book.decline("cmpl-1", nonce) is RefusalReason.USED
-        assert book.claim(claim(nonce)) is RefusalReason.USED
+            assert book.decline("cmpl-1", offered.nonce) is None
+            assert book.decline("cmpl-1", offered.nonce) is RefusalReason.USED
+        assert book.claim(claim(offered)) is RefusalReason.USED
         assert num_pages(book) == 0
 
 
-def test_withdrawing_ends_what_has_not_ended(book):
-    nonce = book.offer(OFFER)
-    book.withdraw(nonce)
-    book.withdraw(nonce)
-    book.withdraw(b"x" * 16)
+def test_a_release_ends_what_has_not_ended(book):
+    offered = book.offer(OFFER)
+    book.release(offered)
+    book.release(offered)
     assert [lease.state for lease in book.take_ended()] == [LeaseState.RELEASED.value]
 
 
 def test_an_offer_is_withdrawn_by_its_whole_name_and_while_nobody_has_claimed_it(book):
-    nonce, other = book.offer(OFFER), book.offer(OFFER)
-    for request_id, wrong in (("cmpl-2", nonce), ("cmpl-1", b"x" * 16), ("", nonce)):
+    offered, other = book.offer(OFFER), book.offer(OFFER)
+    for request_id, wrong in (("cmpl-2", offered.nonce), ("cmpl-1", b"x" * 16), ("", offered.nonce)):
         assert book.decline(request_id, wrong) in (RefusalReason.FORGED, RefusalReason.UNKNOWN)
     book.claim(claim(other))
-    assert book.decline("cmpl-1", other) is RefusalReason.USED
-    assert book.num_active == 2
-    book.decline("cmpl-1", nonce)
-    book.decline("cmpl-1", nonce)
-    assert book.num_active == 1 and [lease.state for lease in book.take_ended()] == [LeaseState.RELEASED.value]
+    assert book.decline("cmpl-1", other.nonce) is RefusalReason.USED
+    assert num_active(book) == 2
+    book.decline("cmpl-1", offered.nonce)
+    book.decline("cmpl-1", offered.nonce)
+    assert num_active(book) == 1 and [lease.state for lease in book.take_ended()] == [LeaseState.RELEASED.value]
 
 
 def test_a_peer_may_be_reading_for_a_while_after_what_it_claimed_has_ended(book, clock):
     linger = LeaseLimits(max_pages=60).linger
     unclaimed = book.offer(OFFER)
     assert book.may_be_read
-    book.withdraw(unclaimed)
+    book.release(unclaimed)
     assert not book.may_be_read
     _, lease = granted_by(book, claim(book.offer(OFFER)))
     book.release(lease)
@@ -222,8 +231,8 @@ def test_a_peer_may_be_reading_for_a_while_after_what_it_claimed_has_ended(book,
 
 
 def test_a_claim_of_no_token_at_all_is_none(book):
-    nonce = book.offer(OFFER)
-    assert book.claim(claim(nonce, prompt=PROMPT[:0], checkpoint=False)) is RefusalReason.OUT_OF_RANGE
+    offered = book.offer(OFFER)
+    assert book.claim(claim(offered, prompt=PROMPT[:0], checkpoint=False)) is RefusalReason.OUT_OF_RANGE
 
 
 def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
@@ -231,10 +240,10 @@ def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
     first, _ = book.offer(OFFER), book.offer(replace(OFFER, pages=parts(OTHERS[:-5])))
     assert num_pages(book) == 55 and book.fits(LeaseDemand(OTHERS)) and not book.fits(LeaseDemand(num_new=6))
     beyond = book.offer(replace(OFFER, request_id="beyond", pages=parts(OTHERS + 100)))
-    assert book.num_active == 2 and [lease.state for lease in book.take_ended()] == ["released"]
+    assert num_active(book) == 2 and [lease.state for lease in book.take_ended()] == ["released"]
     assert book.claim(claim(beyond, request_id="beyond")) is RefusalReason.USED
     assert book.num_pages == 55
-    book.withdraw(first)
+    book.release(first)
     assert book.num_pages == 55, "the pages are kept until the end is heard of"
     assert num_pages(book) == 30 and book.fits(LeaseDemand(num_new=30)) and not book.fits(LeaseDemand(num_new=31))
     clock.advance(30.0)
@@ -243,13 +252,13 @@ def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
 
 def test_a_page_counts_once_however_many_leases_share_it(book, clock):
     begun = replace(OFFER, keys=PROMPT[:160], pages=parts(np.arange(10) + 20), checkpoints=FILES[:1])
-    nonces = [book.offer(offer) for offer in (OFFER, OFFER, begun, begun, OFFER)]
+    leased = [book.offer(offer) for offer in (OFFER, OFFER, begun, begun, OFFER)]
     assert num_pages(book) == 30
-    for nonce in nonces[2:]:
-        book.withdraw(nonce)
+    for each in leased[2:]:
+        book.release(each)
     assert num_pages(book) == 30
-    book.withdraw(nonces[0])
-    book.withdraw(nonces[1])
+    book.release(leased[0])
+    book.release(leased[1])
     assert num_pages(book) == 0
     book.offer(begun)
     assert num_pages(book) == 11
@@ -260,13 +269,13 @@ def test_a_page_counts_once_however_many_leases_share_it(book, clock):
 def test_one_offer_larger_than_the_cap_is_held_alone(clock):
     book = Leases(LAYOUT, LeaseLimits(max_pages=29), clock, random.Random(1).randbytes)
     assert book.fits(LeaseDemand(OTHERS, 10**6))
-    nonce = book.offer(OFFER)
+    offered = book.offer(OFFER)
     assert (
         num_pages(book) == 30 and not book.fits(LeaseDemand(OFFER.all_pages)) and not book.fits(LeaseDemand(OTHERS[:1]))
     )
     book.offer(OFFER)
-    assert book.num_active == 1 and len(book.take_ended()) == 1
-    book.withdraw(nonce)
+    assert num_active(book) == 1 and len(book.take_ended()) == 1
+    book.release(offered)
     assert num_pages(book) == 0 and book.fits(LeaseDemand(OFFER.all_pages))
 
 
@@ -287,7 +296,38 @@ def test_two_threads_share_the_book(book):
     other.join(20)
     ended += book.take_ended()
     assert [lease.state for lease in ended] == ["confirmed"] * 200 and len({e.remote_request_id for e in ended}) == 200
-    assert book.num_pages == book.num_active == 0 and not other.is_alive()
+    assert book.num_pages == num_active(book) == 0 and not other.is_alive()
+
+
+@pytest.mark.parametrize("ends", ["withdrawn", "expired", "claimed"])
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_a_lease_that_ends_while_a_claim_is_compared_with_it_is_not_given(book, clock, monkeypatch, ends, has_lease):
+    """Digests of long prompts are made without the lock, so another thread may come in between."""
+    offered = book.offer(OFFER)
+    whole = claim(offered)
+
+    def end_meanwhile(*asked):
+        matched = match_claim(*asked)
+        monkeypatch.undo()
+        others = {
+            "withdrawn": lambda: book.release(offered),
+            "expired": lambda: clock.advance(30.0),
+            "claimed": lambda: granted_by(book, whole),
+        }
+        other = threading.Thread(target=others[ends])
+        other.start()
+        other.join(20)
+        assert not other.is_alive()
+        return matched
+
+    monkeypatch.setattr(leases, "match_claim", end_meanwhile)
+    if has_lease:
+        refusal = {"withdrawn": "used", "expired": "expired", "claimed": "used"}[ends]
+        assert book.claim(whole) is RefusalReason(refusal)
+    else:
+        assert book.grant(msgspec.structs.replace(whole, request_id=None, nonce=None), offered) is None
+    left = {"withdrawn": ["released"], "expired": ["expired"], "claimed": []}[ends]
+    assert [lease.state for lease in book.take_ended()] == left and num_active(book) == (ends == "claimed")
 
 
 def test_equal_request_ids_do_not_meet(book):
@@ -298,11 +338,11 @@ def test_equal_request_ids_do_not_meet(book):
 def test_what_is_remembered_of_the_past_is_bounded(clock):
     limits = LeaseLimits(max_pages=60, max_remembered=3)
     book = Leases(LAYOUT, limits, clock, random.Random(1).randbytes)
-    nonces = []
+    leased = []
     for _ in range(5):
-        nonces.append(book.offer(OFFER))
-        book.withdraw(nonces[-1])
-    found = [book.claim(claim(nonce)) for nonce in nonces]
+        leased.append(book.offer(OFFER))
+        book.release(leased[-1])
+    found = [book.claim(claim(each)) for each in leased]
     assert found == [RefusalReason.UNKNOWN] * 2 + [RefusalReason.USED] * 3
 
 

@@ -51,7 +51,7 @@ class TestNixlLink(LinkContract):
 
 def test_every_incarnation_has_a_name_of_its_own():
     first, second = NixlLink("decode"), NixlLink("decode")
-    assert first.name != second.name and first.name.startswith("decode-")
+    assert first._name != second._name and first._name.startswith("decode-")
     first.close()
     second.close()
 

@@ -8,6 +8,7 @@ import pytest
 from cairn.transfer.contract import (
     ContentName,
     LeaseEnded,
+    LookupId,
     Offer,
     OfferedCheckpoint,
     PagesFree,
@@ -26,7 +27,7 @@ from cairn.transfer.worker import LinkWorker
 from doubles.memory_link import Fault
 from transfer.parts import parts, polled
 from transfer.scheduler_side_contract import SchedulerSideContract
-from transfer.world import GEOMETRY, PAGE_BYTES, World, keys, parsed, whole_pages
+from transfer.world import GEOMETRY, PAGE_BYTES, PLAIN, World, keys, parsed, whole_pages
 
 PROMPT = keys(160)
 OFFER = Offer(
@@ -156,10 +157,10 @@ def test_a_peer_that_dies_between_two_chunks_fails_the_read():
     assert polled(worker, PullId(1)) is ReadState.READING
     world.fabric.inject(world.p.name, Fault.DEAD)
     assert polled(worker, PullId(1)) is ReadState.FAILED
-    assert world.link.num_open == worker.num_reads == 0
+    assert world.link.num_open == len(worker._reads) == 0
     with pytest.raises(LinkError, match="gone"):
         worker.start(order(world, range(5), range(5), pull=2))
-    assert worker.num_reads == 0
+    assert len(worker._reads) == 0
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_what_a_peer_gives_wrongly_is_refused_before_a_byte_moves(changed, why):
     worker = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence)
     with pytest.raises(LinkError, match=why):
         worker.start(order(world, **{"remote": (0, 1), "local": (0, 1)} | changed))
-    assert not world.link.moved and worker.num_reads == world.link.num_open == 0
+    assert not world.link.moved and len(worker._reads) == world.link.num_open == 0
 
 
 def test_a_region_is_one_contiguous_array_of_pages():
@@ -250,3 +251,21 @@ def test_a_peer_that_has_read_is_served_a_while_longer():
     assert world.port.is_idle and world.port.is_serving
     world.clock.advance(LeaseLimits(max_pages=1).linger)
     assert not world.port.is_serving
+
+
+def test_every_command_has_the_thread_look_again():
+    """It may be asleep until something comes by a socket: it would not see a lease expire."""
+    world, looks, prompt = World(), [], np.arange(40)
+    world.port.changed = lambda: looks.append(len(looks))
+    offer = Offer("cmpl-9", PLAIN, prompt, parts((1, 2, 3)), ())
+    commands = (
+        lambda: world.port.offer(offer),
+        lambda: world.port.withdraw(world.leases.offer(offer).reference),
+        lambda: world.port.pull(world.pull_spec(world.offer(prompt, (4, 5, 6)), prompt, (4, 5, 6))),
+        lambda: world.port.abort(PullId(1)),
+        lambda: world.port.answer_lookup(LookupId(1), None),
+    )
+    for number, command in enumerate(commands, 1):
+        command()
+        world.event_loop.spin()
+        assert len(looks) == number

@@ -13,6 +13,7 @@ from cairn.transfer.pull import TRANSITIONS, PullLimits, PullState
 from cairn.transfer.stream import ConnectionLost
 from doubles.memory_channel import MemoryStream
 from doubles.memory_link import Fault
+from transfer.parts import num_active, num_quarantined
 from transfer.world import BLOCK, PAGE_BYTES, STATE_PAGES, World, keys
 
 PROMPT = keys(160)
@@ -42,7 +43,7 @@ def test_ssm_prefix_cold_start_moves_everything_once():
     assert moved(world) == whole(*PAGES, 40, 41)
     assert np.array_equal(world.memory[[*range(10), 30, 31]], world.p.memory[[*PAGES, 40, 41]])
     assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.CONFIRMED.value]
-    assert world.consumer.num_open == world.link.num_open == world.worker.num_reads == 0
+    assert world.consumer.num_open == world.link.num_open == len(world.worker._reads) == 0
 
 
 def test_mamba_align_only_the_deepest_checkpoint_moves():
@@ -121,7 +122,7 @@ def test_a_wrong_reference_moves_no_byte(changed, why):
     world.pull(world.pull_spec(ref, **args | changed))
     assert why in ended(world.run())[0]
     assert moved(world) == [] and not world.memory.any()
-    assert world.leases.num_active == 1, "the rightful one can still claim it"
+    assert num_active(world.leases) == 1, "the rightful one can still claim it"
 
 
 def test_a_foreign_host_is_never_sent_to():
@@ -142,7 +143,7 @@ def test_a_peer_that_does_not_fit_is_refused(world, why):
     ref = world.offer(PROMPT, PAGES, [FILE])
     world.pull(world.pull_spec(ref, PROMPT, range(10)))
     assert why in ended(world.run())[0]
-    assert moved(world) == [] and world.p.producer.num_connections == 0
+    assert moved(world) == [] and not world.p.channel.streams
 
 
 def test_a_silent_peer_ends_the_transfer_and_the_next_one_greets_again():
@@ -187,12 +188,12 @@ def test_a_silent_peer_is_waited_for_once_and_then_probed_by_one_at_a_time():
         pull(number)
     # all of them wait for the one answer, and none longer than for that
     assert len([why for why in failures(lost(world, 11)) if "no answer" in why]) == 48
-    assert world.consumer.num_skipped == 0
+    assert world.consumer.unresponsive.num_skipped == 0
     for number in range(48):
         pull(100 + number)
     sent = world.sent
     assert len([why for why in failures(world.tick()) if "did not answer within" in why]) == 48
-    assert world.sent == sent and world.consumer.num_skipped == 48
+    assert world.sent == sent and world.consumer.unresponsive.num_skipped == 48
     world.clock.advance(10.0)
     for number in range(3):
         pull(200 + number)
@@ -217,7 +218,7 @@ def test_a_producer_that_has_restarted_is_tried_at_once_however_often_the_one_be
         restarted(world, number)
         assert "no answer" in failures(lost(world, 11))[0]
     restarted(world, 3)
-    assert failures(world.run()) == [None] and world.consumer.num_skipped == 0
+    assert failures(world.run()) == [None] and world.consumer.unresponsive.num_skipped == 0
 
 
 def test_a_producer_that_restarts_during_a_handshake_is_not_taken_for_silent():
@@ -228,7 +229,7 @@ def test_a_producer_that_restarts_during_a_handshake_is_not_taken_for_silent():
     assert ["no answer" in failure for failure in failures(lost(world, 2))] == [True, True]
     ref = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
     world.pull(world.pull_spec(ref, PROMPT, range(10)))
-    assert failures(world.run()) == [None] and world.consumer.num_skipped == 0
+    assert failures(world.run()) == [None] and world.consumer.unresponsive.num_skipped == 0
 
 
 def test_a_silent_peer_is_not_avoided_for_longer_because_its_connection_ends_later():
@@ -242,7 +243,7 @@ def test_a_silent_peer_is_not_avoided_for_longer_because_its_connection_ends_lat
     world.clock.advance(1.0)
     ref = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
     world.pull(world.pull_spec(ref, PROMPT, range(10)))
-    assert failures(world.run()) == [None] and world.consumer.num_skipped == 0
+    assert failures(world.run()) == [None] and world.consumer.unresponsive.num_skipped == 0
 
 
 def refused(world, monkeypatch, reason, seconds=0.0):
@@ -262,7 +263,7 @@ def test_a_refused_connection_fails_at_once_and_the_next_transfer_tries_again(mo
         ref = world.offer(PROMPT, PAGES, [FILE])
         world.pull(world.pull_spec(ref, PROMPT, range(10)))
         assert failures(world.tick()) == ["connection refused"] and world.consumer.num_open == 0
-    assert world.consumer.num_skipped == 0
+    assert world.consumer.unresponsive.num_skipped == 0
 
 
 def test_a_connection_that_took_long_to_be_refused_counts_as_silence(monkeypatch):
@@ -298,7 +299,7 @@ def test_a_connection_that_is_lost_at_any_moment_ends_the_transfer_on_both_sides
     again = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
     world.pull(world.pull_spec(again, PROMPT, range(10), checkpoint=(30, 31)))
     assert ended(world.run()) == (None, 160)
-    assert world.consumer.num_open == world.link.num_open == world.worker.num_reads == 0
+    assert world.consumer.num_open == world.link.num_open == len(world.worker._reads) == 0
 
 
 def test_a_connection_that_is_lost_while_reading_ends_the_transfer():
@@ -308,7 +309,7 @@ def test_a_connection_that_is_lost_while_reading_ends_the_transfer():
     for _ in range(3):
         assert world.tick() == []
         world.deliver()
-    assert world.leases.num_active == 1
+    assert num_active(world.leases) == 1
     world.cut()
     assert failures(world.run()) == ["cut"] and world.consumer.num_open == 0
     assert [lease.state for lease in world.leases.take_ended()] == ["released"]
@@ -319,7 +320,7 @@ def test_a_connection_that_is_lost_while_nothing_is_read_ends_the_transfer_at_on
     world, pull = reading(late_writes=True)
     world.cut()
     (end,) = world.run()
-    assert end.failure == "cut" and world.consumer.num_quarantined == 1
+    assert end.failure == "cut" and num_quarantined(world.consumer) == 1
     world.fabric.inject(world.p.name, Fault.NONE)
     assert world.run() == [PagesFree(pull)]
 
@@ -378,7 +379,7 @@ def test_a_consumer_that_takes_no_answers_loses_its_connection_and_what_it_has_c
     assert len(claimed) == 3 and stream.num_waiting == 2
     world.clock.advance(ROOM_SECONDS)
     world.event_loop.spin()
-    assert {lease.state for lease in claimed} == {LeaseState.RELEASED} and world.p.producer.num_connections == 0
+    assert {lease.state for lease in claimed} == {LeaseState.RELEASED} and not world.p.channel.streams
 
 
 @pytest.mark.parametrize("kind", ["welcome", "granted", "confirmed"])
@@ -413,7 +414,7 @@ def test_an_answer_that_never_comes_ends_the_transfer_in_time(kind, monkeypatch)
     for number in range(2):
         ref = world.offer(keys(16, number), [number], request_id=f"cmpl-{number}")
         world.pull(world.pull_spec(ref, keys(16, number), [number]))
-    assert failures(world.run()) == [None, None] and world.consumer.num_skipped == 1
+    assert failures(world.run()) == [None, None] and world.consumer.unresponsive.num_skipped == 1
 
 
 def test_whatever_goes_wrong_with_one_peer_is_a_failed_transfer(monkeypatch):
@@ -510,7 +511,7 @@ def test_a_read_that_does_not_get_on_is_given_up():
         assert world.run(3) == []
     world.clock.advance(beat)
     (end,) = world.run()
-    assert end.failure == f"the read took longer than {read:g} s" and world.consumer.num_quarantined == 1
+    assert end.failure == f"the read took longer than {read:g} s" and num_quarantined(world.consumer) == 1
 
 
 def test_nothing_more_is_read_once_it_is_given_up():
@@ -534,7 +535,7 @@ def test_a_frozen_peer_leaves_the_pages_in_quarantine_until_the_late_write_has_c
     world.port.abort(pull)
     events = world.run()
     assert [type(event) for event in events] == [PullEnded] and events[0].failure == "aborted"
-    assert world.consumer.num_quarantined == 1
+    assert num_quarantined(world.consumer) == 1
     world.clock.advance(10_000.0)
     assert world.run() == [] and world.consumer.num_open == 1, "no time frees them, only the link does"
     before = world.memory.copy()
@@ -579,7 +580,7 @@ def test_an_abort_at_any_moment_ends_everything_on_both_sides(after):
     assert ended(events + world.run())[0] == "aborted"
     world.clock.advance(30.0)
     assert len(world.leases.take_ended()) == 1 and world.leases.num_pages == 0
-    assert world.consumer.num_open == world.link.num_open == world.worker.num_reads == 0
+    assert world.consumer.num_open == world.link.num_open == len(world.worker._reads) == 0
 
 
 def test_handles_hold_at_most_the_chunk():

@@ -262,10 +262,10 @@ class Lives:
             self.nothing_is_written_outside_a_transfer()
         assert not self.pulls and not self.held
         assert self.mine == self.theirs == set(range(NUM_PAGES))
-        assert self.p.door.is_idle and self.d.door.is_idle and self.d.worker.num_reads == 0
+        assert self.p.door.is_idle and self.d.door.is_idle and len(self.d.worker._reads) == 0
         for rank in self.d.ranks:
-            assert rank.link.num_open == rank.worker.num_reads == rank.staging.num_waiting == 0
-            assert rank.staging.num_free == min(4, (len(rank.memory) - NUM_PAGES) // rank.staging.buffer_pages)
+            assert rank.link.num_open == len(rank.worker._reads) == len(rank.staging._waiting) == 0
+            assert len(rank.staging._free) == min(4, (len(rank.memory) - NUM_PAGES) // rank.staging.buffer_pages)
 
 
 def lives(seed):

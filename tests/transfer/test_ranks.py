@@ -26,12 +26,11 @@ from cairn.transfer.ranks import (
     RankedWorker,
     RankServant,
     Serve,
-    from_rank,
-    to_rank,
 )
 from doubles.memory_link import Fault
 from doubles.memory_rank_channel import memory_rank_channel
-from transfer.parts import parts, polled
+from transfer.frames import from_rank, to_rank
+from transfer.parts import num_active, num_quarantined, parts, polled
 from transfer.rank_channel_contract import RankChannelContract
 from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
 from transfer.world import GEOMETRY, keys
@@ -44,6 +43,11 @@ class TestMemoryChannel(RankChannelContract):
     @pytest.fixture
     def ends(self):
         return memory_rank_channel()
+
+
+def is_idle(servant):
+    """Whether nothing has to be done until the next frame."""
+    return not servant._open and not servant._serving
 
 
 def order(pull=1, *, checkpoint=True, ranks=(b"r0", b"r1")):
@@ -178,8 +182,8 @@ def test_done_when_the_last_rank_is_done_whichever_it_is(turn):
         assert polled(ranks.worker, ONE) is READING
         ranks.put(rank, DONE)
         ranks.turn()
-    assert polled(ranks.worker, ONE) is DONE and ranks.worker.num_reads == 0
-    assert all(servant.is_idle for servant in ranks.servants) and not any(hand.cancelled for hand in ranks.hands)
+    assert polled(ranks.worker, ONE) is DONE and len(ranks.worker._reads) == 0
+    assert all(map(is_idle, ranks.servants)) and not any(hand.cancelled for hand in ranks.hands)
     with pytest.raises(AssertionError, match="no read"):
         polled(ranks.worker, ONE)
 
@@ -200,7 +204,7 @@ def test_the_first_failure_cancels_the_others_and_all_must_have_ended(first, sta
         assert polled(ranks.worker, ONE) is READING
         ranks.put(rank, end)
         ranks.turn()
-    assert polled(ranks.worker, ONE) is FAILED and ranks.worker.num_reads == 0
+    assert polled(ranks.worker, ONE) is FAILED and len(ranks.worker._reads) == 0
 
 
 def test_a_cancel_reaches_every_rank_and_is_over_when_all_say_so():
@@ -233,7 +237,7 @@ def test_a_rank_that_cannot_begin_fails_the_read_and_says_why():
         ranks.put(rank, CANCELLED)
     ranks.turn()
     ended = ranks.worker.poll(ONE)
-    assert (ended.state, ended.failure) == (FAILED, "rank 2: no such memory") and ranks.servants[1].is_idle
+    assert (ended.state, ended.failure) == (FAILED, "rank 2: no such memory") and is_idle(ranks.servants[1])
 
 
 def test_when_rank_0_cannot_begin_nobody_does():
@@ -244,7 +248,7 @@ def test_when_rank_0_cannot_begin_nobody_does():
     with pytest.raises(LinkError, match="more than 1048576 bytes"):
         ranks.worker.start(order(ranks=(b"x" * (1 << 19), b"x" * ((1 << 19) + 1))))
     ranks.turn()
-    assert not ranks.hands[1].states and ranks.worker.num_reads == 0
+    assert not ranks.hands[1].states and len(ranks.worker._reads) == 0
 
 
 def test_a_rank_that_does_not_answer_keeps_its_read_open_for_ever():
@@ -276,18 +280,18 @@ def test_ranks_make_progress_while_a_lease_is_open_and_are_idle_otherwise():
     ranks = Ranks()
     ranks.worker.serve(False)
     ranks.turn()
-    assert [link.progressed for link in ranks.links] == [0, 0, 0] and all(servant.is_idle for servant in ranks.servants)
+    assert [link.progressed for link in ranks.links] == [0, 0, 0] and all(map(is_idle, ranks.servants))
     ranks.worker.serve(True)
     ranks.turn()
     for _ in range(2):
         ranks.worker.serve(True)
         assert ranks.channels[0][1].receive() == (), "it is said once"
         ranks.turn()
-    assert [link.progressed for link in ranks.links] == [3, 3, 3] and not ranks.servants[0].is_idle
+    assert [link.progressed for link in ranks.links] == [3, 3, 3] and not is_idle(ranks.servants[0])
     ranks.worker.serve(False)
     ranks.turn()
     ranks.turn()
-    assert [link.progressed for link in ranks.links] == [3, 3, 3] and ranks.servants[0].is_idle
+    assert [link.progressed for link in ranks.links] == [3, 3, 3] and is_idle(ranks.servants[0])
 
 
 @pytest.mark.parametrize(
@@ -302,7 +306,7 @@ def test_what_is_no_record_is_dropped_at_both_ends_and_counted(frame):
     ranks.worker.start(order())
     ranks.turn()
     assert polled(ranks.worker, ONE) is READING
-    assert ranks.servants[0].dropped == ranks.worker.dropped == 1 and ONE in ranks.hands[1].states
+    assert ranks.servants[0].frames.dropped == ranks.worker.frames.dropped == 1 and ONE in ranks.hands[1].states
 
 
 def test_a_broken_order_and_a_repeated_one_are_dropped():
@@ -313,8 +317,12 @@ def test_a_broken_order_and_a_repeated_one_are_dropped():
     near.send(to_rank().encode(msgspec.structs.replace(order(2), local=parts([-1]))))
     near.send(to_rank().encode(CancelRead(77)))
     ranks.turn()
-    assert ranks.servants[0].dropped == 2 and not ranks.hands[1].cancelled
-    assert polled(ranks.worker, ONE) is READING and ranks.worker.dropped == 0 and list(ranks.hands[1].states) == [ONE]
+    assert ranks.servants[0].frames.dropped == 2 and not ranks.hands[1].cancelled
+    assert (
+        polled(ranks.worker, ONE) is READING
+        and ranks.worker.frames.dropped == 0
+        and list(ranks.hands[1].states) == [ONE]
+    )
 
 
 def test_what_a_rank_says_of_reads_that_are_over_is_ignored():
@@ -326,7 +334,7 @@ def test_what_a_rank_says_of_reads_that_are_over_is_ignored():
     ranks.turn()
     far = ranks.channels[0][1]
     far.send(from_rank().encode(ReadEnded(1, FAILED)))
-    assert polled(ranks.worker, ONE) is DONE and ranks.worker.dropped == 1
+    assert polled(ranks.worker, ONE) is DONE and ranks.worker.frames.dropped == 1
 
 
 # -- with links --------------------------------------------------------------------------------------------------------
@@ -378,8 +386,8 @@ def test_a_link_of_rank_1_that_dies_in_mid_read_fails_the_pull_on_all(p, d):
     ]
     assert transfer.events["p"] == [LeaseEnded(transfer.reference, "released")]
     for rank in transfer.world.d.ranks:
-        assert rank.link.num_open == rank.worker.num_reads == 0
-        assert rank.staging is None or rank.staging.num_waiting == 0
+        assert rank.link.num_open == len(rank.worker._reads) == 0
+        assert rank.staging is None or len(rank.staging._waiting) == 0
 
 
 @SIZES
@@ -391,12 +399,12 @@ def test_a_rank_that_stands_still_leaves_the_pages_in_quarantine(p, d):
     transfer.world.clock.advance(30.0)
     ended = transfer.run(100)
     assert len(ended) == 1 and "longer than 30 s" in ended[0].failure
-    assert transfer.world.d.consumer.num_quarantined == 1
+    assert num_quarantined(transfer.world.d.consumer) == 1
     transfer.world.clock.advance(10_000.0)
     assert transfer.run(100) == [] and transfer.events["p"][-1].state in ("released", "expired")
     transfer.world.d.running.add(1)
     assert transfer.run(200) == [PagesFree(transfer.pull)]
-    assert transfer.world.d.worker.num_reads == 0
+    assert len(transfer.world.d.worker._reads) == 0
 
 
 @SIZES
@@ -426,8 +434,8 @@ def test_the_confirmation_is_asked_for_after_the_last_rank():
     transfer.world.d.running.discard(1)
     transfer.run(100)
     rank_0, rank_1 = transfer.world.d.ranks
-    assert rank_0.worker.num_reads == 0 and rank_1.worker.num_reads == 1
-    assert transfer.world.p.producer.leases.num_active == 1 and transfer.events["d"] == []
+    assert len(rank_0.worker._reads) == 0 and len(rank_1.worker._reads) == 1
+    assert num_active(transfer.world.p.producer.leases) == 1 and transfer.events["d"] == []
     transfer.world.d.running.add(1)
     assert transfer.run(200)[0] == PullEnded(transfer.pull, None, 400, 400)
     for rank in transfer.world.d.ranks:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cairn.transfer.contract import ContentName
-from cairn.transfer.digest import ContentDigest, SequenceIndex, content_digest
+from cairn.transfer.digest import ContentDigest, SequenceIndex
 from transfer.world import LAYOUT, PLAIN, keys
 
 SALTED = ContentName("", "salt")
@@ -30,10 +30,10 @@ def test_the_deepest_common_mark_is_found(known, asked, found):
 def test_an_end_between_two_marks_is_found_first_and_by_its_digest_alone():
     recent, prompt = SequenceIndex(LAYOUT), keys(500)
     recent.remember(PLAIN, prompt[:431])
-    end = content_digest(LAYOUT, PLAIN, prompt[:431])
+    end = ContentDigest(LAYOUT, PLAIN).of(prompt[:431])
     assert np.array_equal(recent.find_longest(marks(prompt), end)[1], prompt[:431])
-    assert len(recent.find_longest(marks(prompt), content_digest(LAYOUT, PLAIN, prompt[:430]))[1]) == 384
-    assert len(recent.find_longest(marks(prompt), content_digest(LAYOUT, SALTED, prompt[:431]))[1]) == 384
+    assert len(recent.find_longest(marks(prompt), ContentDigest(LAYOUT, PLAIN).of(prompt[:430]))[1]) == 384
+    assert len(recent.find_longest(marks(prompt), ContentDigest(LAYOUT, SALTED).of(prompt[:431]))[1]) == 384
     assert len(recent.find_longest(b"", end)[1]) == 431
 
 
@@ -45,10 +45,10 @@ def test_a_conversation_takes_the_place_of_its_own_beginnings():
     recent, prompt = SequenceIndex(LAYOUT), keys(1000)
     for turn in (200, 384, 400, 1000):
         recent.remember(PLAIN, prompt[:turn])
-    assert len(recent) == 1 and recent.num_tokens == 1000
+    assert len(recent._sequences) == 1 and recent._num_tokens == 1000
     fork = np.concatenate([prompt[:320], keys(300, 5)])
     recent.remember(PLAIN, fork)
-    assert len(recent) == 2 and len(recent.find_longest(marks(prompt))[1]) == 960
+    assert len(recent._sequences) == 2 and len(recent.find_longest(marks(prompt))[1]) == 960
     assert len(recent.find_longest(marks(fork))[1]) == 576
 
 
@@ -60,7 +60,7 @@ def test_what_was_used_last_stays_and_the_bounds_are_kept():
     recent.remember(PLAIN, keys(100, 3))
     assert [recent.find_longest(marks(keys(100, seed))) is not None for seed in range(4)] == [True, False, True, True]
     recent.remember(PLAIN, keys(20_000, 9))
-    assert len(recent) == 1 and recent.num_tokens == 10_000
+    assert len(recent._sequences) == 1 and recent._num_tokens == 10_000
     assert len(recent.find_longest(marks(keys(20_000, 9)))[1]) == 9984
 
 
@@ -96,6 +96,6 @@ def test_random_lives_never_tell_of_other_content_and_keep_their_bounds():
             found += 1
             assert known[0] == name and np.array_equal(known[1], sequence[: len(known[1])])
             assert len(known[1]) % 64 == 0 and len(known[1]) <= len(sequence)
-        assert len(recent) <= 6 and recent.num_tokens <= 2000
+        assert len(recent._sequences) <= 6 and recent._num_tokens <= 2000
         assert {known for known, _ in recent._places.values()} == set(recent._sequences)
     assert found > 20

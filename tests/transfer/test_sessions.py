@@ -27,13 +27,11 @@ from cairn.transfer.wire import (
     Refused,
     Release,
     Welcome,
-    answers,
-    greeting_answers,
-    greetings,
-    questions,
 )
 from cairn.types import ManualClock
 from doubles.memory_channel import MemoryNetwork
+from transfer.frames import answers, greeting_answers, greetings, questions
+from transfer.parts import num_active
 from transfer.world import GEOMETRY, LAYOUT, World, keys
 from turned_loop import TurnedLoop
 
@@ -107,11 +105,11 @@ class Wire:
 
 def test_both_learn_of_each_other():
     wire = Wire().opened()
-    assert wire.session.peer == Peer("p", GEOMETRY, RANKS, LAYOUT) and wire.producer.num_connections == 1
+    assert wire.session.peer == Peer("p", GEOMETRY, RANKS, LAYOUT)
     asked = wire.ask(Release(7))
     wire.pump()
     assert asked.result() == Done() and wire.heard == [0.0, 0.0]
-    assert wire.producer.dropped == wire.tools.codecs.dropped == 0 and wire.ended == []
+    assert wire.producer.frames.dropped == wire.tools.frames.dropped == 0 and wire.ended == []
 
 
 def test_a_question_before_hello_is_dropped():
@@ -120,7 +118,7 @@ def test_a_question_before_hello_is_dropped():
     near.far._under_way.clear()
     near.far.arrive(questions().encode(Question(1, Release(7))))
     wire.pump()
-    assert wire.producer.num_connections == 0 and wire.producer.dropped == 1 and wire.p.sent == []
+    assert wire.producer.frames.dropped == 1 and wire.p.sent == []
 
 
 def test_nothing_is_asked_before_the_session_is_open():
@@ -133,7 +131,7 @@ def test_nothing_is_asked_before_the_session_is_open():
 def test_another_layout_is_refused_by_whoever_sees_it_first():
     wire = Wire(d=identity("d", b"M" * 32))
     wire.pump()
-    assert "layouts differ" in str(wire.session.failure) and wire.producer.num_connections == 0
+    assert "layouts differ" in str(wire.session.failure) and not wire.p.streams
     wire, other = Wire(), Wire()
     wire.answer(msgspec.structs.replace(other.said_by_p(), layout=b"M" * 32, answers=wire.hello.nonce))
     assert "layouts differ" in str(wire.session.failure) and not wire.session.failure.is_silent
@@ -160,7 +158,7 @@ def test_another_version_is_refused_with_a_sentence_and_nothing_is_served(versio
     near.far.arrive(questions().encode(Question(1, Release(7))))
     answer = wire.said_by_p()
     assert isinstance(answer, Denied) and f"version {version} here, {VERSION} there" in answer.text
-    assert wire.producer.num_connections == 0 and len(wire.p.sent) == 1
+    assert not wire.p.streams and len(wire.p.sent) == 1
     assert f"version {version} here" in str(wire.session.failure) and not wire.p.streams
 
 
@@ -234,7 +232,7 @@ def test_a_question_without_an_answer_has_a_deadline_and_its_late_answer_is_igno
     wire.event_loop.spin()
     assert isinstance(asked.exception(), TimeoutError) and wire.session.failure is None
     wire.pump()
-    assert wire.tools.codecs.dropped == 1
+    assert wire.tools.frames.dropped == 1
     again = wire.ask(Release(7))
     wire.pump()
     assert again.result() == Done()
@@ -249,14 +247,14 @@ def test_answers_go_to_whoever_has_asked_in_any_order():
     for number, record in ((2, Refused(RefusalReason.USED)), (9, Done()), (1, Done()), (1, Done())):
         near.arrive(answers().encode(Answer(number, record)))
     wire.pump()
-    assert [each.result() for each in asked] == [Done(), Refused(RefusalReason.USED)] and wire.tools.codecs.dropped == 2
+    assert [each.result() for each in asked] == [Done(), Refused(RefusalReason.USED)] and wire.tools.frames.dropped == 2
 
 
 def test_what_nobody_waits_for_is_sent_all_the_same():
     wire = Wire().opened()
     wire.session.tell(Release(7), 5.0)
     wire.pump()
-    assert questions().decode(wire.said[-1]) == Question(1, Release(7)) and wire.tools.codecs.dropped == 0
+    assert questions().decode(wire.said[-1]) == Question(1, Release(7)) and wire.tools.frames.dropped == 0
     wire.session.close("over")
     wire.session.tell(Release(7), 5.0)
     wire.pump()
@@ -270,7 +268,7 @@ def test_a_claim_is_its_connections_alone():
     world.pull(world.pull_spec(world.offer(prompt, range(10, 20)), prompt, range(10)))
     for _ in range(4):
         world.step()
-    assert world.leases.num_active == 1
+    assert num_active(world.leases) == 1
     claims = [questions().decode(frame) for frame in world.channel.sent[1:]]
     thief = ProducerSession(
         ("127.0.0.1", 5600),
@@ -284,7 +282,7 @@ def test_a_claim_is_its_connections_alone():
     asked = [world.event_loop.create_task(thief.ask(each(number), 5.0)) for each in (Heartbeat, Confirm, Release)]
     world.deliver()
     assert [each.result() for each in asked] == [Refused(RefusalReason.UNKNOWN)] * 2 + [Done()]
-    assert world.leases.num_active == 1
+    assert num_active(world.leases) == 1
     assert [getattr(event, "failure", None) for event in world.run()] == [None, None]
     assert np.array_equal(world.memory[:10], world.p.memory[10:20])
 
@@ -302,7 +300,7 @@ def test_a_question_with_a_number_that_is_taken_is_refused():
     near.far.arrive(questions().encode(Question(claim.number, again)))
     world.deliver()
     assert answers().decode(world.p.channel.sent[-1]) == Answer(claim.number, Refused(RefusalReason.USED))
-    assert len(world.leases._active) == 2 and world.consumer.dropped == 1
+    assert len(world.leases._active) == 2 and world.consumer.frames.dropped == 1
 
 
 def test_a_consumer_that_asks_without_end_and_takes_no_answers_is_not_read_any_more():
@@ -319,7 +317,22 @@ def test_a_consumer_that_asks_without_end_and_takes_no_answers_is_not_read_any_m
     assert len(asyncio.all_tasks(wire.event_loop)) - before <= 64 and near.far.num_waiting > 900
     wire.clock.advance(ROOM_SECONDS + 2.0)
     wire.event_loop.spin()
-    assert wire.producer.num_connections == wire.producer.lookups.num_open == 0
+    assert not wire.p.streams and not wire.producer.lookups.num_open
+
+
+def test_a_session_that_is_closed_while_it_connects_connects_no_more():
+    event_loop, ended = TurnedLoop(ManualClock()), []
+
+    async def connect(address):
+        await event_loop.create_future()
+
+    tools = ConsumerTools(identity("d"), None, connect, random.randbytes, event_loop)
+    session = ProducerSession(AT, "p", tools, heard=lambda: None, ended=lambda session, failure: ended.append(failure))
+    event_loop.spin()
+    assert not session.closed.done()
+    session.close("others needed its place")
+    event_loop.spin()
+    assert session.closed.done() and [str(failure) for failure in ended] == ["others needed its place"]
 
 
 def test_a_welcome_says_what_every_rank_says():

@@ -52,7 +52,7 @@ def test_bays_go_round_among_those_who_wait():
     area.stop_waiting(THREE)
     area.stop_waiting(THREE)
     area.release(5)
-    assert area.acquire(ONE) == 5 and area.num_waiting == 0
+    assert area.acquire(ONE) == 5 and len(area._waiting) == 0
 
 
 @pytest.mark.parametrize(
@@ -168,12 +168,12 @@ def test_many_reads_share_one_bay_and_all_end_well():
     most, events = 0, []
     for _ in range(200):
         events += world.run(1)["d"]
-        most = max(most, world.d.ranks[0].staging.num_waiting)
+        most = max(most, len(world.d.ranks[0].staging._waiting))
     assert most >= 4, "they did wait for each other"
     assert [event.failure for event in events if isinstance(event, PullEnded)] == [None] * 6
     for content, pages in pulls.values():
         world.d.ranks[0].check_tokens(content, 0, 150, pages)
-    assert world.d.ranks[0].staging.num_free == 1 and world.d.ranks[0].staging.num_waiting == 0
+    assert len(world.d.ranks[0].staging._free) == 1 and len(world.d.ranks[0].staging._waiting) == 0
 
 
 def test_a_short_read_does_not_wait_for_all_of_a_long_one():
@@ -198,9 +198,9 @@ def test_a_read_that_waits_for_a_bay_fails_by_its_own_deadline_and_is_gone_at_on
     events = world.run(6)["d"]
     assert events[0].pull == first and "longer than 30 s" in events[0].failure
     assert len(events) == 3 and events[1].pull == second and events[2] == PagesFree(second)
-    assert world.d.ranks[0].staging.num_waiting == 0 and world.d.ranks[0].staging.num_free == 0
+    assert len(world.d.ranks[0].staging._waiting) == 0 and len(world.d.ranks[0].staging._free) == 0
     world.fabric.inject("p-0", Fault.NONE)
-    assert world.run(6)["d"] == [PagesFree(first)] and world.d.ranks[0].staging.num_free == 1
+    assert world.run(6)["d"] == [PagesFree(first)] and len(world.d.ranks[0].staging._free) == 1
 
 
 def test_late_writes_into_staging_never_reach_a_page_of_the_lease():
@@ -212,7 +212,7 @@ def test_late_writes_into_staging_never_reach_a_page_of_the_lease():
     world.d.door.abort(pull)
     rank = world.d.ranks[0]
     events = world.run(20)["d"]
-    assert [type(event) for event in events] == [PullEnded] and rank.staging.num_free == 0
+    assert [type(event) for event in events] == [PullEnded] and len(rank.staging._free) == 0
     # The pages are not free yet, but whatever a late write does, they must not change any more.
     rank.memory[: rank.num_pages] = CANARY
     other = rank.staging.acquire(TWO)
@@ -221,7 +221,7 @@ def test_late_writes_into_staging_never_reach_a_page_of_the_lease():
     world.fabric.inject("p-0", Fault.NONE)
     assert world.run(40)["d"] == [PagesFree(pull)]
     assert any(move.late for move in rank.link.moved), "the late write did come"
-    assert (rank.memory[: rank.num_pages] == CANARY).all() and rank.staging.num_free == 2
+    assert (rank.memory[: rank.num_pages] == CANARY).all() and len(rank.staging._free) == 2
 
 
 def test_a_peer_that_dies_gives_every_bay_back():
@@ -232,11 +232,11 @@ def test_a_peer_that_dies_gives_every_bay_back():
     world.fabric.inject("p-1", Fault.DEAD)
     events = world.run(40)["d"]
     assert events[0].failure == "the link failed while reading" and events[1] == PagesFree(pull)
-    assert world.d.ranks[0].staging.num_free == 2 and world.d.ranks[0].worker.num_reads == 0
+    assert len(world.d.ranks[0].staging._free) == 2 and len(world.d.ranks[0].worker._reads) == 0
     again, _ = handed_over(world, 64, 1, pages=range(4))
     failed = world.run(40)["d"]
     assert failed[0].failure is not None and failed[1] == PagesFree(again)
-    assert world.d.ranks[0].staging.num_free == 2
+    assert len(world.d.ranks[0].staging._free) == 2
 
 
 def test_a_dead_peer_found_at_the_start_leaves_no_bay_taken():
@@ -246,7 +246,7 @@ def test_a_dead_peer_found_at_the_start_leaves_no_bay_taken():
     remote = order(world.p.geometry, 64, ranks=(b"p-0",), local_pages=4)
     with pytest.raises(LinkError, match="gone"):
         rank.worker.start(remote)
-    assert rank.staging.num_free == 1 and rank.staging.num_waiting == rank.worker.num_reads == 0
+    assert len(rank.staging._free) == 1 and len(rank.staging._waiting) == len(rank.worker._reads) == 0
 
 
 def test_a_handle_never_has_more_than_a_bay():
@@ -273,4 +273,4 @@ def test_polling_a_read_after_its_cancel_lays_nothing_out():
     rank.worker.cancel(ONE)
     assert polled(rank.worker, ONE) is ReadState.CANCELLED
     assert len(rank.link.moved) == 4 and (rank.memory[: rank.num_pages] == CANARY).all()
-    assert rank.staging.num_free == 1
+    assert len(rank.staging._free) == 1

@@ -113,7 +113,9 @@ class Transfers(RuleBasedStateMachine):
     @precondition(lambda self: self.latest)
     @rule(which=st.integers(0, 5))
     def withdraw(self, which):
-        self.world.leases.withdraw(self.latest[which % len(self.latest)].ref.nonce)
+        lease = self.world.leases._active.get(self.latest[which % len(self.latest)].ref.nonce)
+        if lease is not None:
+            self.world.leases.release(lease)
 
     @rule()
     def collect_leases(self):
@@ -348,7 +350,7 @@ class Transfers(RuleBasedStateMachine):
             self.tick(1)
             self.nothing_is_written_outside_a_transfer()
         assert not self.pulls and self.mine == set(range(NUM_PAGES))
-        assert self.world.consumer.num_open == self.world.link.num_open == self.world.worker.num_reads == 0
+        assert self.world.consumer.num_open == self.world.link.num_open == len(self.world.worker._reads) == 0
         self.world.clock.advance(31.0)
         self.collect_leases()
         assert self.world.leases.num_pages == 0 and self.theirs == set(range(NUM_PAGES))

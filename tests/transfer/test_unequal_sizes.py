@@ -32,13 +32,13 @@ def hand_over(world, num_tokens, start, *, seed=0):
         rank.check_file(content, num_tokens, own_file)
         untouched = np.setdiff1d(np.arange(rank.num_pages), own)
         assert (rank.memory[untouched] == CANARY).all(), "a page of somebody else was written"
-        assert rank.staging.num_waiting == 0 and rank.link.num_open == rank.worker.num_reads == 0
+        assert len(rank.staging._waiting) == 0 and rank.link.num_open == len(rank.worker._reads) == 0
         written = once(rank, own)
         if direct:
             assert written.max(initial=0) <= 1
         rank.memory[:] = CANARY
         rank.link.moved.clear()
-    assert d.worker.num_reads == 0 and p.door.is_idle and d.door.is_idle
+    assert len(d.worker._reads) == 0 and p.door.is_idle and d.door.is_idle
 
 
 def once(rank, own):

@@ -39,7 +39,7 @@ def test_an_answer_ends_it():
     peers.remove(A)
     peers.remove(A)
     assert peers.refuse(A, "before") is None and peers.refuse(A, "after") is None and peers.num_skipped == 0
-    assert peers.refuse(B, "p") is not None and len(peers) == 1
+    assert peers.refuse(B, "p") is not None and len(peers._retry_at) == 1
 
 
 def test_peers_are_bounded_and_the_oldest_goes():
@@ -47,5 +47,5 @@ def test_peers_are_bounded_and_the_oldest_goes():
     for number in range(1, 1001):
         peers.add(("h", number), "p")
         peers.add(("h", 0), f"engine {number}")
-    assert len(peers) == 1024
+    assert len(peers._retry_at) == 1024
     assert peers.refuse(("h", 1), "p") is None and peers.refuse(("h", 1000), "p") is not None

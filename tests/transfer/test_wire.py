@@ -29,13 +29,10 @@ from cairn.transfer.wire import (
     Refused,
     Release,
     Welcome,
-    answers,
-    greeting_answers,
-    greetings,
     pack_pages,
-    questions,
     unpack_pages,
 )
+from transfer.frames import answers, greeting_answers, greetings, questions
 from transfer.world import GEOMETRY, World
 
 N16, N32 = bytes(range(16)), bytes(range(32))
@@ -219,7 +216,7 @@ def test_hostile_frames_from_a_peer_are_counted_and_change_nothing(frame):
         world.deliver()
         near.arrive(frame)
         world.deliver()
-        assert (world.p.producer.dropped, world.consumer.dropped) == (count, count)
+        assert (world.p.producer.frames.dropped, world.consumer.frames.dropped) == (count, count)
     world.pull(world.pull_spec(world.offer(prompt, (7, 8, 9)), prompt, (10, 11, 12)))
     assert [event.failure for event in world.run() if isinstance(event, PullEnded)] == [None, None]
 

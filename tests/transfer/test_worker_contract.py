@@ -49,8 +49,8 @@ class Reader:
         with pytest.raises(AssertionError, match="no read"):
             polled(self.worker, PullId(pull))
         for rank in self.d.ranks:
-            assert rank.link.num_open == rank.worker.num_reads == rank.staging.num_waiting == 0
-            assert rank.staging.num_free == 2
+            assert rank.link.num_open == len(rank.worker._reads) == len(rank.staging._waiting) == 0
+            assert len(rank.staging._free) == 2
 
 
 KINDS = {

@@ -211,8 +211,7 @@ class World:
         held = tuple(OfferedCheckpoint(position, np.array(file, np.int32)) for position, file in checkpoints)
         self.p.fill([*pages[num_shared:], *(page for _, file in checkpoints for page in file)], self.rng)
         offer = Offer(request_id, name, prompt, self.cut_pages(pages, len(prompt)), held)
-        nonce = self.leases.offer(offer)
-        return KvSource(self.p.name, HOST, PORT, request_id, nonce)
+        return KvSource(self.p.name, HOST, PORT, request_id, self.leases.offer(offer).nonce)
 
     def pull_spec(
         self,

@@ -47,11 +47,6 @@ class PeerSource:
         self._seconds_per_byte = SECONDS_PER_BYTE
 
     @property
-    def num_releases(self) -> int:
-        """Releases that are under way."""
-        return len(self._releases)
-
-    @property
     def is_busy(self) -> bool:
         return False
 

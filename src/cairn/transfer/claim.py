@@ -19,7 +19,7 @@ from cairn.transfer.contract import (
     ReadOrder,
     num_range_pages,
 )
-from cairn.transfer.digest import DIGEST_BYTES, ContentDigest, content_digest
+from cairn.transfer.digest import DIGEST_BYTES, ContentDigest
 from cairn.transfer.wire import MAX_MARK_BYTES, Claim, Granted, pack_pages, unpack_pages
 
 
@@ -31,7 +31,7 @@ def make_claim(spec: PullSpec, layout: bytes) -> Claim | None:
         marks.append(spec.keys[: MAX_MARK_BYTES // DIGEST_BYTES * GRID])
         if not marks.marks:
             return None
-    digest = content_digest(layout, spec.name, spec.keys[:end]) if end or source.nonce is not None else None
+    digest = ContentDigest(layout, spec.name).of(spec.keys[:end]) if end or source.nonce is not None else None
     wants_state = spec.checkpoint is not None
     lease = (source.request_id, source.nonce)
     return Claim(spec.name.adapter, marks.marks, spec.start, wants_state, digest, end, *lease)
@@ -47,7 +47,7 @@ def match_claim(claim: Claim, offer: Offer, layout: bytes) -> int | None:
         expected = claim.marks[at - DIGEST_BYTES : at] if at else None
     if not expected or claim.adapter != offer.name.adapter:
         return None
-    digest = content_digest(layout, offer.name, offer.keys[:position])
+    digest = ContentDigest(layout, offer.name).of(offer.keys[:position])
     return position if hmac.compare_digest(digest, expected) else None
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 from cairn.transfer.contract import KvSource, PagesFree, PullEnded, PullId, PullSpec
 from cairn.transfer.peers import Address, PeerPolicy, UnresponsivePeers
-from cairn.transfer.pull import Pull, PullLimits, PullState
+from cairn.transfer.pull import Pull, PullLimits
 from cairn.transfer.session import ConsumerTools, PeerFailed, ProducerSession
 from cairn.types import Clock
 
@@ -19,32 +19,18 @@ class Consumer:
     def __init__(
         self, tools: ConsumerTools, policy: PeerPolicy, clock: Clock, emit: Callable[[PullEnded | PagesFree], None]
     ) -> None:
+        self.frames = tools.frames
         self._tools = tools
         self._policy = policy
         self._emit = emit
         self._sessions: dict[Address, ProducerSession] = {}
-        self._unresponsive = UnresponsivePeers(clock, PullLimits.retry_silent)
+        self.unresponsive = UnresponsivePeers(clock, PullLimits.retry_silent)
         self._pulls: dict[PullId, Pull] = {}
 
     @property
     def num_open(self) -> int:
         """Pulls that need `look`, those in quarantine included."""
         return len(self._pulls)
-
-    @property
-    def num_quarantined(self) -> int:
-        """Pulls that have ended and whose pages may still be written to."""
-        return sum(pull.state is PullState.ABANDONED for pull in self._pulls.values())
-
-    @property
-    def num_skipped(self) -> int:
-        """Pulls that were not tried, because their peer had not answered lately."""
-        return self._unresponsive.num_skipped
-
-    @property
-    def dropped(self) -> int:
-        """Frames that were ignored."""
-        return self._tools.codecs.dropped
 
     def pull(self, spec: PullSpec, number: PullId) -> None:
         """Start a pull. `number`: one that no other pull ever had."""
@@ -67,7 +53,7 @@ class Consumer:
         if pull.is_silent and pull.session is not None and pull.session.failure is None:
             # The next transfer begins with a new handshake: the peer may have forgotten this session.
             pull.session.close("the peer did not answer")
-            self._unresponsive.add(source.address, source.engine_id)
+            self.unresponsive.add(source.address, source.engine_id)
         self._emit(pull.outcome)
 
     def _pages_free(self, number: PullId) -> None:
@@ -86,7 +72,7 @@ class Consumer:
                 session.close("another engine is expected at this address")
                 session = None
         if session is None or session.peer is None:
-            silent = self._unresponsive.refuse(source.address, source.engine_id)
+            silent = self.unresponsive.refuse(source.address, source.engine_id)
             if silent is not None:
                 raise PeerFailed(silent)
         return session or self._new_session(source)
@@ -102,9 +88,9 @@ class Consumer:
         def ended(session: ProducerSession, failure: PeerFailed) -> None:
             del self._sessions[address]
             if failure.is_silent:
-                self._unresponsive.add(address, session.engine_id)
+                self.unresponsive.add(address, session.engine_id)
 
-        heard = partial(self._unresponsive.remove, address)
+        heard = partial(self.unresponsive.remove, address)
         session = self._sessions[address] = ProducerSession(address, source.engine_id, self._tools, heard, ended)
         return session
 

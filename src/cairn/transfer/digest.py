@@ -38,11 +38,6 @@ def layout_hash(facts: Mapping[str, str | int]) -> bytes:
     return digest.digest()
 
 
-def content_digest(layout: bytes, name: ContentName, keys: Keys) -> bytes:
-    """Digest of all `keys`, 32 bytes."""
-    return ContentDigest(layout, name).of(keys)
-
-
 class ContentDigest:
     """The digest of a growing sequence, and those at every multiple of 64 tokens on the way."""
 
@@ -58,10 +53,6 @@ class ContentDigest:
         copied = copy(self)
         copied._sha, copied._marks = self._sha.copy(), bytearray(self._marks)
         return copied
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
 
     @property
     def marks(self) -> bytes:
@@ -131,14 +122,6 @@ class SequenceIndex:
         self._sequences: OrderedDict[bytes, _Sequence] = OrderedDict()
         self._places: dict[bytes, tuple[bytes, int]] = {}
         self._num_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences together."""
-        return self._num_tokens
 
     def remember(self, name: ContentName, keys: Keys) -> None:
         """Add a sequence of these key tokens, shape [n]; fewer than 64 are not kept. It replaces those that are its

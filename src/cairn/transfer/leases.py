@@ -76,7 +76,7 @@ class LeaseLimits:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`pages` of `offer`, which is dropped at the end."""
+    """`pages` of `offer`, which is dropped at the end. The nonce is known to whoever has the `reference`."""
 
     request_id: str
     nonce: bytes
@@ -85,6 +85,11 @@ class Lease:
     offer: Offer | None
     pages: Pages
     state: LeaseState = LeaseState.OFFERED
+
+    @property
+    def reference(self) -> str:
+        """`remote_request_id` of `kv_transfer_params`."""
+        return remote_request_id(self.request_id, self.nonce)
 
     def to(self, state: LeaseState) -> None:
         """Change the state; the only place that does."""
@@ -154,12 +159,6 @@ class Leases:
         return len(self._counts)
 
     @property
-    def num_active(self) -> int:
-        """Leases that have not ended."""
-        self.expire()
-        return len(self._active)
-
-    @property
     def is_idle(self) -> bool:
         """Whether no lease is active and `take_ended` has nothing to return."""
         return not (self._active or self._ended)
@@ -184,24 +183,19 @@ class Leases:
             total = promised + demand
             return self._counts.num_with(total.pages) + total.num_new <= self._limits.max_pages
 
-    def offer(self, offer: Offer) -> bytes:
-        """Lease these pages from now on. Returns the nonce. An offer that does not fit under the cap ends at once:
-        whoever made it has miscounted, and all other leases go on."""
+    def offer(self, offer: Offer) -> Lease:
+        """Lease these pages from now on. An offer that does not fit under the cap ends at once: whoever made it has
+        miscounted, and all other leases go on."""
         with self._lock:
             nonce, now, pages = self._random(NONCE_BYTES), self._clock.now(), offer.all_pages
             fits = self.fits(LeaseDemand(pages))
-            self._active[nonce] = Lease(offer.request_id, nonce, now, now + self._limits.duration, offer, pages)
+            lease = Lease(offer.request_id, nonce, now, now + self._limits.duration, offer, pages)
+            self._active[nonce] = lease
             self._counts.add(pages)
             if not fits:
                 logger.error("%s: %d pages do not fit under the leases' cap", offer.request_id, len(pages))
-                self.withdraw(nonce)
-            return nonce
-
-    def withdraw(self, nonce: bytes) -> None:
-        """End a lease from the producer's side, if it has not ended."""
-        with self._lock:
-            if (lease := self._active.get(nonce)) is not None:
                 self.release(lease)
+            return lease
 
     def decline(self, request_id: str, nonce: bytes) -> RefusalReason | None:
         """End the lease of this request that nobody has claimed: a claimed one is its claimant's to end. Returns why
@@ -227,13 +221,12 @@ class Leases:
             ended, self._ended = self._ended, []
             for lease in ended:
                 self._counts.remove(lease.pages)
-        return [LeaseEnded(remote_request_id(lease.request_id, lease.nonce), lease.state.value) for lease in ended]
+        return [LeaseEnded(lease.reference, lease.state.value) for lease in ended]
 
     def claim(self, claim: Claim) -> Claimed | RefusalReason:
         """Answer a claim under a lease: all or nothing of the prefix that it names."""
-        request_id, nonce = claim.request_id or "", claim.nonce or b""
         with self._lock:
-            lease = self._find(request_id, nonce)
+            lease = self._find(claim.request_id or "", claim.nonce or b"")
         if isinstance(lease, RefusalReason):
             return lease
         offer = lease.offer
@@ -243,18 +236,14 @@ class Leases:
         # long prompts take a while: without the lock, which the scheduler waits for
         if match_claim(claim, offer, self._layout) is None:
             return RefusalReason.OTHER_CONTENT
-        with self._lock:
-            lease = self._find(request_id, nonce)
-            return lease if isinstance(lease, RefusalReason) else self._give(lease, granted)
+        return self._give(lease, granted) or _why_ended(lease)
 
-    def grant(self, claim: Claim, nonce: bytes) -> Claimed | None:
+    def grant(self, claim: Claim, lease: Lease) -> Claimed | None:
         """Give all of an offer to a claim that came without a lease. None if the lease has ended, if the offer has
         nothing beyond `start`, and if the claim contradicts itself. Raises AssertionError for an offer of other content
         than was claimed."""
-        with self._lock:
-            self.expire()
-            lease = self._active.get(nonce)
-        if lease is None or (offer := lease.offer) is None or len(offer.keys) <= claim.start:
+        offer = lease.offer
+        if offer is None or len(offer.keys) <= claim.start:
             return None
         if match_claim(claim, offer, self._layout) != len(offer.keys):
             if claim.end is None:
@@ -262,9 +251,7 @@ class Leases:
             # Found by an end that the marks do not lead to, which is the peer's fault.
             return None
         granted = make_grant(claim, offer, len(offer.keys))
-        with self._lock:
-            self.expire()
-            return None if granted is None or nonce not in self._active else self._give(lease, granted)
+        return None if granted is None else self._give(lease, granted)
 
     def heartbeat(self, lease: Lease | None) -> RefusalReason | None:
         """Extend a claimed lease. None, and one that has ended: whoever reads has given up, and needs this side until
@@ -303,10 +290,15 @@ class Leases:
             return RefusalReason.FORGED
         return lease if lease.state is LeaseState.OFFERED else _why_ended(lease)
 
-    def _give(self, lease: Lease, granted: Granted) -> Claimed:
-        lease.to(LeaseState.CLAIMED)
-        self._extend(lease)
-        return Claimed(lease, granted)
+    def _give(self, lease: Lease, granted: Granted) -> Claimed | None:
+        """None where it has ended, or been claimed, since it was looked at."""
+        with self._lock:
+            self.expire()
+            if lease.state is not LeaseState.OFFERED:
+                return None
+            lease.to(LeaseState.CLAIMED)
+            self._extend(lease)
+            return Claimed(lease, granted)
 
     def _extend(self, lease: Lease) -> None:
         until = self._clock.now() + self._limits.extension

@@ -101,9 +101,6 @@ class UnresponsivePeers:
         self._retry_at: OrderedDict[tuple[Address, str], float] = OrderedDict()
         self.num_skipped = 0
 
-    def __len__(self) -> int:
-        return len(self._retry_at)
-
     def add(self, address: Address, engine_id: str) -> None:
         """The peer did not answer within the time it had."""
         self._retry_at[address, engine_id] = self._clock.now() + self._seconds

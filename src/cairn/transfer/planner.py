@@ -113,16 +113,6 @@ class StagingArea:
         self._free = [num_pages + buffer * self.buffer_pages for buffer in range(num_buffers)]
         self._waiting: OrderedDict[PullId, None] = OrderedDict()
 
-    @property
-    def num_free(self) -> int:
-        """Bays that nobody uses, and nothing can be written to."""
-        return len(self._free)
-
-    @property
-    def num_waiting(self) -> int:
-        """Reads that wait for a buffer."""
-        return len(self._waiting)
-
     def acquire(self, pull: PullId) -> int | None:
         """First page of a buffer, or None: then the read waits in the queue until it gets one or `stop_waiting`."""
         self._waiting[pull] = None

@@ -19,15 +19,17 @@ from cairn.transfer.leases import Claimed, Lease, LeaseLimits, Leases
 from cairn.transfer.session import explain_layouts
 from cairn.transfer.stream import ConnectionLost, Stream
 from cairn.transfer.wire import (
+    HELLO,
+    QUESTION,
     VERSION,
     Answer,
     Claim,
-    Codecs,
     Confirm,
     Confirmed,
     Decline,
     Denied,
     Done,
+    FrameReader,
     Heartbeat,
     RefusalReason,
     Refused,
@@ -35,6 +37,7 @@ from cairn.transfer.wire import (
     Reply,
     Request,
     Welcome,
+    encode,
 )
 from cairn.types import Clock
 
@@ -95,17 +98,16 @@ class ContentLookups:
         finally:
             del self._open[lookup]
 
-    def answer(self, lookup: LookupId, nonce: bytes | None) -> None:
-        """Give the lease `nonce`, of an offer that was made for it, to the sender of the claim; None: nothing is cached
-        of what was claimed. The lease ends, and nothing is given, when the lookup has ended or `Leases.grant` gives
-        nothing."""
+    def answer(self, lookup: LookupId, lease: Lease | None) -> None:
+        """Give the lease of an offer that was made for it to the sender of the claim; None: nothing is cached of what
+        was claimed. The lease ends, and nothing is given, when the lookup has ended or `Leases.grant` gives nothing."""
         claim, answer = self._open.get(lookup, (None, None))
         claimed = None
-        if nonce is not None:
+        if lease is not None:
             if claim is not None and answer is not None and not answer.done():
-                claimed = self._leases.grant(claim, nonce)
+                claimed = self._leases.grant(claim, lease)
             if claimed is None:
-                self._leases.withdraw(nonce)
+                self._leases.release(lease)
         if answer is not None and not answer.done():
             answer.set_result(claimed)
 
@@ -124,14 +126,8 @@ class Producer:
     ) -> None:
         self.leases = Leases(me.layout, limits, clock, random)
         self.lookups = ContentLookups(self.leases, LookupLimits(), emit)
-        self.num_connections = 0
-        self.codecs = Codecs()
+        self.frames = FrameReader()
         self._me = me
-
-    @property
-    def dropped(self) -> int:
-        """Frames that were no record."""
-        return self.codecs.dropped
 
     @property
     def is_idle(self) -> bool:
@@ -143,11 +139,7 @@ class Producer:
         reason = "the connection is closed"
         try:
             if await self._greet(stream):
-                self.num_connections += 1
-                try:
-                    await _Consumer(stream, self).serve()
-                finally:
-                    self.num_connections -= 1
+                await _Consumer(stream, self).serve()
         except ConnectionLost:
             pass
         except TimeoutError:
@@ -160,7 +152,7 @@ class Producer:
 
     async def _greet(self, stream: Stream) -> bool:
         """Whether the consumer is welcome. Raises ConnectionLost, TimeoutError."""
-        while (hello := self.codecs.greetings.decode(await stream.receive())) is None:
+        while (hello := self.frames.decode(await stream.receive(), HELLO)) is None:
             pass
         me, refusal = self._me, None
         if hello.version != VERSION:
@@ -171,7 +163,7 @@ class Producer:
         answer = None if refusal is None else Denied(hello.nonce, refusal)
         welcome = Welcome(hello.nonce, me.engine_id, me.layout, me.geometry, list(me.ranks))
         async with asyncio.timeout(ROOM_SECONDS):
-            await stream.send(self.codecs.greeting_answers.encode(answer or welcome))
+            await stream.send(encode(answer or welcome))
         return refusal is None
 
 
@@ -190,7 +182,7 @@ class _Consumer:
         """Raises ConnectionLost and, when no answer is taken, TimeoutError."""
         try:
             while True:
-                question = self._producer.codecs.questions.decode(await self._stream.receive())
+                question = self._producer.frames.decode(await self._stream.receive(), QUESTION)
                 if question is None:
                     continue
                 number, record = question.number, question.record
@@ -208,7 +200,7 @@ class _Consumer:
 
     async def _reply(self, number: int, reply: Reply) -> None:
         async with asyncio.timeout(ROOM_SECONDS):
-            await self._stream.send(self._producer.codecs.answers.encode(Answer(number, reply)))
+            await self._stream.send(encode(Answer(number, reply)))
 
     def _answer(self, number: int, request: Request) -> Reply:
         refusal: RefusalReason | None

@@ -95,15 +95,13 @@ class Pull:
         self.session: ProducerSession | None = None
         self._session_with = session_with
         self._ended = ended
-        self._worker = tools.worker
-        self._layout = tools.me.layout
-        self._event_loop = tools.event_loop
+        self._tools = tools
         self._claim: int | None = None
         self._grant: Granted | None = None
         self._volume: Volume | None = None
-        self._read: asyncio.Future[ReadEnded] = self._event_loop.create_future()
+        self._read: asyncio.Future[ReadEnded] = tools.event_loop.create_future()
         self._aborted = False
-        self._task = self._event_loop.create_task(self._run())
+        self._task = tools.event_loop.create_task(self._run())
 
     @property
     def outcome(self) -> PullEnded:
@@ -133,7 +131,7 @@ class Pull:
         """Drive the link."""
         if self.state in (PullState.READING, PullState.ABANDONED) and not self._read.done():
             try:
-                ended = self._worker.poll(self.id)
+                ended = self._tools.worker.poll(self.id)
             except Exception:
                 logger.exception("the read of transfer %d of %s", self.id, self.spec.request_id)
                 ended = ReadEnded(self.id, ReadState.FAILED)
@@ -169,7 +167,7 @@ class Pull:
             await self._ask(Decline(spec.source.request_id or "", spec.source.nonce or b""))
             self._to(PullState.DONE)
             return
-        record = make_claim(spec, self._layout)
+        record = make_claim(spec, self._tools.me.layout)
         if record is None:
             raise PeerFailed("there is too little to ask for")
         self._to(PullState.CLAIMING)
@@ -189,7 +187,7 @@ class Pull:
         """Returns when all bytes have arrived. Raises PeerFailed."""
         assert self.session is not None
         try:
-            self._worker.start(order)
+            self._tools.worker.start(order)
         except LinkError as error:
             raise PeerFailed(f"the pages cannot be read: {error}") from error
         self._to(PullState.READING)
@@ -202,7 +200,7 @@ class Pull:
         self._volume = ended.volume
 
     async def _wait_for_read(self, session: ProducerSession, claim: int) -> None:
-        beats = self._event_loop.create_task(self._beat(claim))
+        beats = self._tools.event_loop.create_task(self._beat(claim))
         try:
             limit = PullLimits.read
             ends: set[asyncio.Future[Any]] = {self._read, beats, session.closed}
@@ -246,7 +244,7 @@ class Pull:
         if claim is not None and self.session is not None:
             self.session.tell(Release(claim), PullLimits.answer)
         if self.state is PullState.READING:
-            self._worker.cancel(self.id)
+            self._tools.worker.cancel(self.id)
             self.look()
             if not self._read.done():
                 self._to(PullState.ABANDONED)

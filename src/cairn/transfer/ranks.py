@@ -16,14 +16,13 @@ quarantine: a process that stands still may go on and write at any time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Annotated, Protocol, TypeAlias
+from typing import Annotated, Final, Protocol, TypeAlias
 
 import msgspec
 
 from cairn.transfer.contract import PullId, ReadEnded, ReadOrder, Volume, WorkerSide
 from cairn.transfer.links.contract import Link, LinkError, ReadState
-from cairn.transfer.wire import RecordFrames, decode_array
+from cairn.transfer.wire import FrameReader, decode_array, encode
 
 _MAX_DESCRIPTIONS = 1 << 20
 
@@ -67,8 +66,8 @@ ToRank: TypeAlias = ReadOrder | CancelRead | Serve | Describe
 FromRank: TypeAlias = ReadEnded | Described
 
 
-to_rank = partial(RecordFrames[ToRank], msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array))
-from_rank = partial(RecordFrames[FromRank], msgspec.msgpack.Decoder(FromRank))
+TO_RANK: Final = msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array)
+FROM_RANK: Final = msgspec.msgpack.Decoder(FromRank)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,32 +82,22 @@ class _Read:
 
 class RankedWorker:
     """A `WorkerSide` over rank 0, whose link and worker are here, and the ranks at the other ends of `channels`, in
-    order. `dropped` counts frames that were no answer."""
+    order."""
 
     def __init__(self, link: Link, worker: WorkerSide, channels: Sequence[RankChannel]) -> None:
-        self._link = link
+        self.link = link
         self._worker = worker
         self._channels = tuple(channels)
-        self._to = to_rank()
-        self._from = from_rank()
+        self.frames = FrameReader()
         self._reads: dict[PullId, _Read] = {}
         self._descriptions: dict[int, bytes] = {}
         self._serving = False
-        self._ignored = 0
-
-    @property
-    def num_reads(self) -> int:
-        return len(self._reads)
-
-    @property
-    def dropped(self) -> int:
-        return self._from.dropped + self._ignored
 
     def describe(self) -> tuple[bytes, ...] | None:
         """The descriptions of all ranks' links, for `Peer.ranks`; None until all have answered. Call it again and
         again; the caller has the deadline."""
         if not self._descriptions:
-            self._descriptions[0] = self._link.describe()
+            self._descriptions[0] = self.link.describe()
             self._broadcast(Describe())
         self._receive()
         if len(self._descriptions) <= len(self._channels):
@@ -122,7 +111,7 @@ class RankedWorker:
             self._serving = on
             self._broadcast(Serve(on))
         if on:
-            self._link.progress()
+            self.link.progress()
 
     def start(self, order: ReadOrder) -> None:
         if sum(map(len, order.peer.ranks)) > _MAX_DESCRIPTIONS:
@@ -166,23 +155,23 @@ class RankedWorker:
             self._worker.cancel(pull)
         for channel, state in zip(self._channels, read.states[1:], strict=True):
             if state is ReadState.READING:
-                channel.send(self._to.encode(CancelRead(pull)))
+                channel.send(encode(CancelRead(pull)))
 
     def _broadcast(self, record: ToRank) -> None:
-        frame = self._to.encode(record)
+        frame = encode(record)
         for channel in self._channels:
             channel.send(frame)
 
     def _receive(self) -> None:
         for rank, channel in enumerate(self._channels, 1):
             for frame in channel.receive():
-                match self._from.decode(frame):
+                match self.frames.decode(frame, FROM_RANK):
                     case Described(description=description):
                         self._descriptions[rank] = description
                     case ReadEnded(pull=pull) as ended:
                         read = self._reads.get(pull)
                         if read is None or read.states[rank] is not ReadState.READING:
-                            self._ignored += 1
+                            self.frames.dropped += 1
                             continue
                         self._end(rank, ended)
 
@@ -195,21 +184,9 @@ class RankServant:
         self._link = link
         self._worker = worker
         self._channel = channel
-        self._to = to_rank()
-        self._from = from_rank()
+        self.frames = FrameReader()
         self._open: set[PullId] = set()
         self._serving = False
-        self._ignored = 0
-
-    @property
-    def dropped(self) -> int:
-        """Frames that were no order, or repeated one."""
-        return self._to.dropped + self._ignored
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing has to be done until the next frame."""
-        return not self._open and not self._serving
 
     @property
     def is_reading(self) -> bool:
@@ -219,7 +196,7 @@ class RankServant:
     def turn(self) -> None:
         """Handle the frames that have come, drive the reads, answer those that have ended."""
         for frame in self._channel.receive():
-            match self._to.decode(frame):
+            match self.frames.decode(frame, TO_RANK):
                 case ReadOrder() as order:
                     self._start(order)
                 case CancelRead(pull=pull) if pull in self._open:
@@ -237,7 +214,7 @@ class RankServant:
 
     def _start(self, order: ReadOrder) -> None:
         if order.pull in self._open:
-            self._ignored += 1
+            self.frames.dropped += 1
             return
         try:
             self._worker.start(order)
@@ -247,4 +224,4 @@ class RankServant:
             self._open.add(order.pull)
 
     def _send(self, record: FromRank) -> None:
-        self._channel.send(self._from.encode(record))
+        self._channel.send(encode(record))

@@ -16,14 +16,17 @@ from cairn.transfer.geometry import check_peers
 from cairn.transfer.peers import Address
 from cairn.transfer.stream import Connect, ConnectionLost, Stream
 from cairn.transfer.wire import (
+    ANSWER,
+    HELLO_ANSWER,
     NONCE_BYTES,
     VERSION,
-    Codecs,
     Denied,
+    FrameReader,
     Hello,
     Question,
     Reply,
     Request,
+    encode,
 )
 
 HANDSHAKE_SECONDS = 5.0
@@ -67,12 +70,12 @@ class ConsumerTools:
     connect: Connect
     random: Callable[[int], bytes]
     event_loop: asyncio.AbstractEventLoop
-    codecs: Codecs = field(default_factory=Codecs)
+    frames: FrameReader = field(default_factory=FrameReader)
 
 
 class ProducerSession:
     """`engine_id`: the engine that is expected at `address`. `heard` is called for each frame that comes, `ended` once.
-    Begins to connect at once."""
+    Begins to connect at once. `closed`: done once it has ended."""
 
     def __init__(
         self,
@@ -86,20 +89,16 @@ class ProducerSession:
         self.engine_id = engine_id
         self.peer: Peer | None = None
         self.failure: PeerFailed | None = None
-        self._connect = tools.connect
+        self._tools = tools
+        self._event_loop = tools.event_loop
         self._heard = heard
         self._ended = ended
-        self._event_loop = event_loop = tools.event_loop
-        self.closed: asyncio.Future[None] = event_loop.create_future()
-        me = tools.me
-        self._hello = Hello(VERSION, me.engine_id, tools.random(NONCE_BYTES), me.layout, me.geometry)
-        self._codecs = tools.codecs
         self._stream: Stream | None = None
-        self._open: asyncio.Future[Peer] = event_loop.create_future()
+        self._open: asyncio.Future[Peer] = tools.event_loop.create_future()
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._told: set[asyncio.Task[None]] = set()
         self._last_number = 0
-        self._task = event_loop.create_task(self._run())
+        self.closed = tools.event_loop.create_task(self._run())
 
     async def opened(self) -> Peer:
         """Waits for the handshake, which has a deadline. Raises PeerFailed."""
@@ -120,7 +119,7 @@ class ProducerSession:
         self._waiting[number] = answer
         try:
             async with asyncio.timeout(seconds):
-                await self._stream.send(self._codecs.questions.encode(Question(number, request)))
+                await self._stream.send(encode(Question(number, request)))
                 return await answer
         except ConnectionLost as lost:
             raise self.failure or PeerFailed(str(lost)) from lost
@@ -145,7 +144,6 @@ class ProducerSession:
         if self.failure is not None:
             return
         self.failure = failure if isinstance(failure, PeerFailed) else PeerFailed(failure)
-        self.closed.set_result(None)
         everybody: list[asyncio.Future[Any]] = [self._open, *self._waiting.values()]
         for waiting in everybody:
             if not waiting.done():
@@ -154,7 +152,7 @@ class ProducerSession:
                 waiting.exception()
         if self._stream is not None:
             self._stream.close(str(self.failure))
-        self._task.cancel()
+        self.closed.cancel()
         self._ended(self, self.failure)
 
     async def _run(self) -> None:
@@ -165,10 +163,10 @@ class ProducerSession:
             while True:
                 frame = await stream.receive()
                 self._heard()
-                answer = self._codecs.answers.decode(frame)
+                answer = self._tools.frames.decode(frame, ANSWER)
                 waiting = None if answer is None else self._waiting.get(answer.number)
                 if answer is None or waiting is None or waiting.done():
-                    self._codecs.answers.dropped += answer is not None
+                    self._tools.frames.dropped += answer is not None
                 else:
                     waiting.set_result(answer.record)
         except TimeoutError:
@@ -182,17 +180,19 @@ class ProducerSession:
 
     async def _greet(self) -> Stream:
         """The stream to a producer that serves the same layout. Raises ConnectionLost, PeerFailed."""
-        self._stream = stream = await self._connect(self.address)
-        await stream.send(self._codecs.greetings.encode(self._hello))
+        me = self._tools.me
+        hello = Hello(VERSION, me.engine_id, self._tools.random(NONCE_BYTES), me.layout, me.geometry)
+        self._stream = stream = await self._tools.connect(self.address)
+        await stream.send(encode(hello))
         while True:
-            answer = self._codecs.greeting_answers.decode(await stream.receive())
+            answer = self._tools.frames.decode(await stream.receive(), HELLO_ANSWER)
             self._heard()
-            if answer is not None and answer.answers == self._hello.nonce:
+            if answer is not None and answer.answers == hello.nonce:
                 break
         if isinstance(answer, Denied):
             raise PeerFailed(f"refused by the peer: {answer.text}")
-        if answer.layout != self._hello.layout:
-            raise PeerFailed(explain_layouts(answer.geometry, self._hello.geometry))
+        if answer.layout != me.layout:
+            raise PeerFailed(explain_layouts(answer.geometry, me.geometry))
         self.peer = Peer(answer.engine_id, answer.geometry, tuple(answer.ranks), answer.layout)
         self._open.set_result(self.peer)
         return stream

@@ -11,11 +11,9 @@ question, on its connection alone: all that is said of it later comes by the sam
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Generic, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -50,7 +48,7 @@ QuestionNumber = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 PageBytes = Annotated[bytes, msgspec.Meta(max_length=_MAX_PAGE_BYTES)]
 Description = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
-Message = TypeVar("Message")
+Record = TypeVar("Record")
 
 _DTYPES: Mapping[object, np.dtype[Any]] = MappingProxyType(
     {Keys: np.dtype("<i8"), Pages: np.dtype("<i4"), NDArray[np.bool_]: np.dtype(np.bool_)}
@@ -197,52 +195,36 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     record: Reply
 
 
-class RecordFrames(Generic[Message]):
-    """Messages of one kind as msgpack bytes. `dropped` counts what could not be read."""
+HELLO: Final = msgspec.msgpack.Decoder(Hello)
+HELLO_ANSWER: Final = msgspec.msgpack.Decoder(Welcome | Denied)
+QUESTION: Final = msgspec.msgpack.Decoder(Question)
+ANSWER: Final = msgspec.msgpack.Decoder(Answer)
 
-    def __init__(self, decoder: "msgspec.msgpack.Decoder[Message]") -> None:
-        self._decoder = decoder
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Our own records always fit: what goes into them is bounded where it comes from."""
+    frame = msgspec.msgpack.encode(record, enc_hook=encode_array)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise AssertionError(f"a record of {len(frame)} bytes; at most {MAX_FRAME_BYTES} can be sent")
+    return frame
+
+
+class FrameReader:
+    """Reads what comes to one side. `dropped`: frames that were no record, or none that was waited for."""
+
+    def __init__(self) -> None:
         self.dropped = 0
 
-    def encode(self, message: Message) -> bytes:
-        """Our own records always fit: what goes into them is bounded where it comes from."""
-        frame = self._encoder.encode(message)
-        if len(frame) > MAX_FRAME_BYTES:
-            raise AssertionError(f"a record of {len(frame)} bytes; at most {MAX_FRAME_BYTES} can be sent")
-        return frame
-
-    def decode(self, frame: bytes) -> Message | None:
+    def decode(self, frame: bytes, decoder: "msgspec.msgpack.Decoder[Record]") -> Record | None:
         """None for everything that is not exactly one record of the schema."""
         try:
             if len(frame) <= MAX_FRAME_BYTES:
-                return self._decoder.decode(frame)
+                return decoder.decode(frame)
         # A frame nested a thousand levels deep ends in RecursionError; text that is no UTF-8 in UnicodeDecodeError.
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             pass
         self.dropped += 1
         return None
-
-
-greetings = partial(RecordFrames[Hello], msgspec.msgpack.Decoder(Hello))
-greeting_answers = partial(RecordFrames[Welcome | Denied], msgspec.msgpack.Decoder(Welcome | Denied))
-questions = partial(RecordFrames[Question], msgspec.msgpack.Decoder(Question))
-answers = partial(RecordFrames[Answer], msgspec.msgpack.Decoder(Answer))
-
-
-@dataclass(frozen=True, slots=True)
-class Codecs:
-    """For all that is said on the connections of one side."""
-
-    greetings: RecordFrames[Hello] = field(default_factory=greetings)
-    greeting_answers: RecordFrames[Welcome | Denied] = field(default_factory=greeting_answers)
-    questions: RecordFrames[Question] = field(default_factory=questions)
-    answers: RecordFrames[Answer] = field(default_factory=answers)
-
-    @property
-    def dropped(self) -> int:
-        """Frames that were no record, or none that was waited for."""
-        return sum(each.dropped for each in (self.greetings, self.greeting_answers, self.questions, self.answers))
 
 
 def encode_array(value: object) -> bytes:

@@ -49,10 +49,6 @@ class LinkWorker:
         self._chunk_bytes = chunk_bytes
         self._reads: dict[PullId, _Read] = {}
 
-    @property
-    def num_reads(self) -> int:
-        return len(self._reads)
-
     def start(self, order: ReadOrder) -> None:
         read = _Read(order.peer, deque(self._plan(order)))
         try:

@@ -23,7 +23,7 @@ from cairn.engine.transfers.loop import ClockedLoop, EventQueue, TransferLoop, T
 from cairn.engine.transfers.side_channel import SideChannel, create_listener
 from cairn.errors import ConfigError, EngineDead, InvalidRequest
 from cairn.scheduler.request import PromptOffer, Request
-from cairn.scheduler.transfers import LeaseQuota, RecentSequences, Transfers
+from cairn.scheduler.transfers import LeaseQuota, Transfers
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import KvSource, Peer, TransferRole
 from cairn.transfer.credentials import check_secret, derive_credentials
@@ -53,8 +53,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class KvTransfer:
-    """KV transfer of one engine. Other servers reach it at `host` and `side_port`. `resources` are closed with it.
-    `quota`: how many leases there may be."""
+    """KV transfer of one engine. Other servers reach it at `host` and `side_port`. `transfers`: for the scheduler.
+    `resources` are closed with it."""
 
     engine_id: str
     host: str
@@ -63,14 +63,8 @@ class KvTransfer:
     policy: PeerPolicy
     port: TransferPort
     loop: TransferLoop
-    sequences: RecentSequences
+    transfers: Transfers
     resources: ExitStack = field(default_factory=ExitStack)
-    quota: LeaseQuota = field(default_factory=LeaseQuota)
-
-    @property
-    def transfers(self) -> Transfers:
-        """For the scheduler."""
-        return Transfers(self.port, self.sequences, self.quota)
 
     def start(self, notify: Callable[[], None]) -> None:
         self.loop.start(notify)
@@ -223,14 +217,14 @@ def build_transfer(
     tools = ConsumerTools(me, worker, channel.connect, os.urandom, event_loop)
     consumer = Consumer(tools, policy, clock, events.put)
     port = TransferPort(event_loop, producer, consumer, events)
-    loop = TransferLoop(port, channel, link, worker, memory.pool.enter_thread)
-    sequences = SequenceIndex(layout_hash)
+    loop = TransferLoop(port, channel, worker, memory.pool.enter_thread)
     quota = LeaseQuota(
         max_leases=config.max_leases,
         max_leases_per_client=config.max_leases_per_client,
         wait_seconds=config.lease_seconds,
     )
-    return KvTransfer(engine_id, config.host, channel.port, memory.tp_size, policy, port, loop, sequences, quota=quota)
+    transfers = Transfers(port, SequenceIndex(layout_hash), quota)
+    return KvTransfer(engine_id, config.host, channel.port, memory.tp_size, policy, port, loop, transfers)
 
 
 def _described(worker: RankedWorker, clock: Clock) -> tuple[bytes, ...]:

@@ -21,8 +21,7 @@ from typing import TypeVarTuple
 from cairn.engine.transfers.side_channel import SideChannel
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import NO_DEMAND, Event, LeaseDemand, LookupId, Offer, PullId, PullSpec
-from cairn.transfer.links.contract import Link
-from cairn.transfer.params import remote_request_id, split_reference
+from cairn.transfer.params import split_reference
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
 from cairn.types import Clock
@@ -54,12 +53,11 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.notify: Callable[[], None] | None = None
+        self.notify: Callable[[], None] = lambda: None
 
     def put(self, event: Event) -> None:
         self._events.put(event)
-        if self.notify is not None:
-            self.notify()
+        self.notify()
 
     def take(self) -> list[Event]:
         events: list[Event] = []
@@ -79,32 +77,27 @@ class TransferPort:
         self.producer = producer
         self.consumer = consumer
         self.pending = events
-        self.changed: Callable[[], None] | None = None
+        self.changed: Callable[[], None] = lambda: None
         self._leases = producer.leases
         self._pulls = 0
-
-    @property
-    def num_leased(self) -> int:
-        """Distinct pages of leases whose end the scheduler has not heard of."""
-        return self._leases.num_pages
 
     def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
         return self._leases.fits(demand, promised)
 
     def offer(self, offer: Offer) -> str:
-        reference = remote_request_id(offer.request_id, self._leases.offer(offer))
-        self._look()
-        return reference
+        lease = self._leases.offer(offer)
+        self._post(self._leases.expire)
+        return lease.reference
 
     def withdraw(self, remote_request_id: str) -> None:
         if (known := split_reference(remote_request_id)) is not None:
             self._leases.decline(*known)
-            self._look()
+            self._post(self._leases.expire)
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
-        nonce = None if offer is None else self._leases.offer(offer)
-        self._post(self.producer.lookups.answer, lookup, nonce)
-        return None if offer is None or nonce is None else remote_request_id(offer.request_id, nonce)
+        lease = None if offer is None else self._leases.offer(offer)
+        self._post(self.producer.lookups.answer, lookup, lease)
+        return None if lease is None else lease.reference
 
     def pull(self, spec: PullSpec) -> PullId:
         self._pulls += 1
@@ -118,15 +111,10 @@ class TransferPort:
     def events(self) -> list[Event]:
         return [*self.pending.take(), *self._leases.take_ended()]
 
-    def _look(self) -> None:
-        """Have the thread look at the leases."""
-        self._post(lambda: None)
-
     def _post(self, command: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
         def carry_out() -> None:
             command(*arguments)
-            if self.changed is not None:
-                self.changed()
+            self.changed()
 
         # the thread may have ended, which `KvTransfer.check` reports
         with contextlib.suppress(RuntimeError):
@@ -141,16 +129,11 @@ class TransferLoop:
         self,
         port: TransferPort,
         channel: SideChannel,
-        link: Link,
         ranks: RankedWorker,
         enter_thread: Callable[[], None],
     ) -> None:
-        self._event_loop = port.event_loop
-        self._events = port.pending
-        self._producer = port.producer
-        self._consumer = port.consumer
+        self._port = port
         self._channel = channel
-        self._link = link
         self._ranks = ranks
         self._enter_thread = enter_thread
         self._stopping = False
@@ -164,11 +147,12 @@ class TransferLoop:
     def dropped(self) -> int:
         """Frames that were no record of the protocol, and connections that ended before their peer was
         authenticated."""
-        return self._channel.dropped + self._producer.dropped + self._consumer.dropped + self._ranks.dropped
+        readers = (self._port.producer.frames, self._port.consumer.frames, self._ranks.frames)
+        return self._channel.dropped + sum(frames.dropped for frames in readers)
 
     def start(self, notify: Callable[[], None]) -> None:
         """`notify` is called when there are events for the scheduler."""
-        self._events.notify = notify
+        self._port.pending.notify = notify
         self._thread = threading.Thread(target=self._run, name="cairn-transfer", daemon=True)
         self._thread.start()
 
@@ -176,34 +160,34 @@ class TransferLoop:
         """End the thread; close link and sockets. The memory must stay: reads may still write to it."""
         if self._thread is not None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
-                self._event_loop.call_soon_threadsafe(self._stop)
+                self._port.event_loop.call_soon_threadsafe(self._stop)
             self._thread.join(_STOP_SECONDS)
             if self._thread.is_alive():
                 logger.warning("the transfer thread did not end within %g s", _STOP_SECONDS)
                 return
-        writing = self._link.close()
+        writing = self._ranks.link.close()
         if writing:
             logger.warning("%d reads were still under way", writing)
         if self._thread is None:
             self._channel.close()
-            self._event_loop.close()
+            self._port.event_loop.close()
 
     def turn(self) -> None:
         """Drive the links, and look at what time has done."""
-        self._consumer.look()
-        leases = self._producer.leases
-        if leases.has_ended and self._events.notify is not None:
-            self._events.notify()
+        self._port.consumer.look()
+        leases = self._port.producer.leases
+        if leases.has_ended:
+            self._port.pending.notify()
         self._ranks.serve(leases.may_be_read)
 
     @property
     def timeout(self) -> float | None:
         """Seconds until the next turn at the latest, None for ever."""
-        if self._consumer.num_open:
+        if self._port.consumer.num_open:
             return _READING_SECONDS
-        if not self._producer.is_idle:
+        if not self._port.producer.is_idle:
             return _SERVING_SECONDS
-        if self._producer.leases.may_be_read:
+        if self._port.producer.leases.may_be_read:
             return _LINGERING_SECONDS
         return None
 
@@ -214,13 +198,12 @@ class TransferLoop:
     def _run(self) -> None:
         try:
             self._enter_thread()
-            with asyncio.Runner(loop_factory=lambda: self._event_loop) as runner:
+            with asyncio.Runner(loop_factory=lambda: self._port.event_loop) as runner:
                 runner.run(self._serve())
         except Exception as error:
             logger.exception("the transfer thread has ended")
             self.failure = f"{type(error).__name__}: {error}"
-            if self._events.notify is not None:
-                self._events.notify()
+            self._port.pending.notify()
 
     async def _serve(self) -> None:
         try:
@@ -229,7 +212,7 @@ class TransferLoop:
                 self._changed.clear()
                 seconds = self.timeout
                 # an asyncio.timeout costs as much as the turn
-                timer = None if seconds is None else self._event_loop.call_later(seconds, self._changed.set)
+                timer = None if seconds is None else self._port.event_loop.call_later(seconds, self._changed.set)
                 await self._changed.wait()
                 if timer is not None:
                     timer.cancel()

@@ -165,10 +165,6 @@ class NixlLink:
         self.num_leaked = 0
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
     def num_open(self) -> int:
         """Reads that may still write, the cancelled ones included."""
         return len(self._reads)
