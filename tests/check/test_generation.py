@@ -224,6 +224,17 @@ def test_the_reference_has_the_numbers_of_a_compressed_checkpoint(name, model, t
     assert codes.sum_logprobs(tokens) == pytest.approx(same.sum_logprobs(tokens), rel=1e-5)
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["AWQ", "GPTQ", "GPTQ desc_act"])
+def test_the_reference_has_the_numbers_of_four_bits_as_gptqmodel_reads_them(name, model, tmp_path):
+    """They are float16 there."""
+    pytest.importorskip("gptqmodel")
+    write_packed(model, tmp_path / "codes", tmp_path / "same", FORMATS[name])
+    codes, same = (TransformersReference(tmp_path / folder, "float32") for folder in ("codes", "same"))
+    logprobs = [each.logprobs(range(100, 140), range(200, 220)) for each in (codes, same)]
+    assert (logprobs[0] - logprobs[1]).abs().max() < 0.05 < logprobs[1].std() / 10
+
+
 AWQ, GPTQ, AUTO_ROUND = (dict(FORMATS[name].config) for name in ("AWQ", "GPTQ", "AutoRound"))
 
 
@@ -251,6 +262,12 @@ def test_what_transformers_lacks_is_said_before_anything_is_started(config, said
         return
     with pytest.raises(ConfigError, match=said):
         check_generation(tmp_path, "float32", None, None, Console())
+
+
+def test_whatever_transformers_raises_is_said_in_one_line(model):
+    reference = TransformersReference(model, "float32")
+    with pytest.raises(ModelError, match="transformers cannot compute with it: index out of range"):
+        reference.sum_logprobs([1 << 20, 1])
 
 
 def test_what_transformers_lacks_for_a_gguf_file_is_said(model, tmp_path, monkeypatch):

@@ -167,7 +167,7 @@ def _transfer(
         settings = settings.model_copy(update={"lease_share": 1e-9})
     made = build_transfer(settings, memory, _LAYOUT_HASH, clock, make_link=lambda host: _fabric.link(name))
     if faults.no_lease_room:
-        made.quota = replace(made.quota, wait_seconds=0.0)
+        made.transfers.quota = replace(made.transfers.quota, wait_seconds=0.0)
     return made
 
 

@@ -258,6 +258,7 @@ FORMATS: Mapping[str, Format] = {
 }
 """By names for tests."""
 
+_IN_LAYER = re.compile(r"^.*?layers\.\d+\.")
 _KEPT = re.compile(r"(in_proj_[ab]|mlp\.gate|mixer\.gate|shared_expert_gate|k_norm|conv1d)\.weight$")
 """Matrices that nobody quantizes."""
 
@@ -278,10 +279,15 @@ def write_packed(plain: Path, out: Path, same: Path, form: Format) -> None:
     if form.stacks:
         _stack_experts(weights, stored, wide)
     config = dict(form.config)
+    # As published: other readers go by these lists of layers, whatever the tensors say.
+    plain_names = [name for name, each in stored.items() if each.ndim == 2 and weights.get(name) is each]
     if "config_groups" in config:
-        # As published: other readers go by this list of layers, whatever the tensors say.
-        plain_names = [name for name, each in stored.items() if each.ndim == 2 and weights.get(name) is each]
         config["ignore"] = sorted(name.removesuffix(".weight") for name in plain_names)
+    elif config.get("quant_method") == "awq":
+        config["modules_to_not_convert"] = sorted({name.split(".")[-2] for name in plain_names})
+    elif config.get("quant_method") == "gptq":
+        inner = {_IN_LAYER.sub("", name.removesuffix(".qweight")) for name in stored if name.endswith(".qweight")}
+        config["modules_in_block_to_quantize"] = [sorted(inner)]
     raw = json.loads((plain / "config.json").read_text())
     for folder, tensors in ((out, stored), (same, wide)):
         shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))

@@ -135,5 +135,5 @@ class TransformersReference:
         """What is raised inside says that transformers cannot do `what`."""
         try:
             yield
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        except Exception as error:  # packages for formats raise anything: gptqmodel an IndexError for a layer it misses
             raise ModelError(f"{self._folder}: transformers cannot {what}: {error}") from error
