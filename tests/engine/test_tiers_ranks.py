@@ -13,6 +13,7 @@ from turned_engine import Engine, answer
 
 from cairn.cache.reasons import Reason
 from cairn.scheduler.preempt import preempt
+from cairn.tiers import promotion
 
 RANKS = {"tensor_parallel_size": 2, "exact": True}
 TURNS = [TEXT[:300], TEXT[:300] + OTHER[:50], TEXT[:128] + OTHER[:70], TEXT]
@@ -101,6 +102,8 @@ def test_a_request_that_is_preempted_goes_on_as_it_would_have(with_host, alone):
 
 def test_a_rank_that_stands_still_costs_a_hit_and_keeps_the_pages_until_it_goes_on(with_host, alone):
     with_host.state.transfers.prefill_speed.seconds_per_token = 0.003
+    # what a busy machine has made of the copies before: it might rather compute
+    with_host.tiers.source._rates.update(promotion._FIRST_RATES)
     (pid,) = with_host.core._runner.pids
     quarantine = with_host.state.transfers.quarantine
     os.kill(pid, signal.SIGSTOP)

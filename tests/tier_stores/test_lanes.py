@@ -1,6 +1,8 @@
 """Threads of tiers where no core is spare: what they do at once is little, and they rest in between."""
 
+from collections import defaultdict
 from concurrent.futures import wait
+from threading import get_ident
 
 import numpy as np
 import pytest
@@ -10,25 +12,27 @@ from cairn.tiers import disk, host, lanes, memory, segments
 from cairn.tiers.disk import _pieces
 from cairn.tiers.files import Files
 from cairn.tiers.host import _runs
-from cairn.tiers.lanes import ThreadLane, busy_time, rest, resting_at_most, thread_lanes
+from cairn.tiers.lanes import MOST_TURNS, RestTurns, ThreadLane, busy_time, rest, resting_at_most, thread_lanes
 from cairn.tiers.memory import HostTierMemory
 
 
 class Time:
-    """A processor whose time goes on by `work`, and a clock that goes on with it and while somebody sleeps."""
+    """Each thread's time of the processor, which goes on by `work`, and a clock that goes on with it and while somebody
+    sleeps, but for what is `skipped`."""
 
     def __init__(self) -> None:
-        self.worked = 0.0
+        self.worked = defaultdict[int, float](float)
         self.slept = list[float]()
+        self.skipped = 0.0
 
     def work(self, seconds: float) -> None:
-        self.worked += seconds
+        self.worked[get_ident()] += seconds
 
     def thread_time(self) -> float:
-        return self.worked
+        return self.worked[get_ident()]
 
     def perf_counter(self) -> float:
-        return self.worked + sum(self.slept)
+        return sum(self.worked.values()) + sum(self.slept) - self.skipped
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -43,7 +47,7 @@ def times(monkeypatch):
 
 @pytest.fixture
 def lane():
-    lane = ThreadLane("tier-test", lambda: None)
+    lane = ThreadLane("tier-test", lambda: None, RestTurns())
     lane.pace(40.0)
     yield lane
     lane.close()
@@ -112,6 +116,48 @@ class TestRest:
             assert not any(each.rests for each in (tier.copies, tier.reads, tier.writes))
             wait([each.submit(rest) for each in (tier.copies, tier.reads, tier.writes)])
             assert not times.slept
+        finally:
+            tier.close()
+
+
+class TestTurns:
+    """Rests of threads that share the cores with steps."""
+
+    def test_nobody_rests_at_the_same_time_as_another(self, times):
+        turns = RestTurns()
+        assert [turns.rest_seconds(0.004, takes_turns=True) for _ in range(3)] == pytest.approx([0.004, 0.008, 0.012])
+        times.sleep(0.004)
+        # the first is awake and has worked: the two that still rest come first
+        assert turns.rest_seconds(0.004, takes_turns=True) == pytest.approx(0.012)
+        times.sleep(1.0)
+        assert turns.rest_seconds(0.004, takes_turns=True) == pytest.approx(0.004), "others' rests have ended"
+
+    def test_what_a_request_waits_for_takes_no_turn_and_others_rest_after_it(self, times):
+        turns = RestTurns()
+        assert turns.rest_seconds(0.004, takes_turns=True) == pytest.approx(0.004)
+        assert turns.rest_seconds(0.002, takes_turns=False) == pytest.approx(0.002)
+        assert turns.rest_seconds(0.004, takes_turns=True) == pytest.approx(0.010)
+
+    def test_nobody_waits_for_ever(self, times):
+        turns = RestTurns()
+        for _ in range(100):
+            assert turns.rest_seconds(0.3, takes_turns=False) == pytest.approx(0.3)
+        assert turns.rest_seconds(0.004, takes_turns=True) == pytest.approx(MOST_TURNS * 0.004)
+
+    def test_lanes_of_a_server_take_turns_unless_a_request_waits(self, times):
+        tier = thread_lanes(lambda: None)
+
+        def task():
+            times.work(0.001)
+            rest()
+
+        try:
+            tier.pace(40.0)
+            for lane in (tier.copies, tier.writes, tier.reads, tier.copies):
+                wait([lane.submit(task)])
+                # as if all of them were asleep still
+                times.skipped += times.slept[-1]
+            assert times.slept == pytest.approx([0.04, 0.08 - 0.001, 0.04, 0.16 - 0.003])
         finally:
             tier.close()
 

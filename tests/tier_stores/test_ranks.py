@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rank_servants import RankServants
 
-from cairn.tiers.lanes import ThreadLane
+from cairn.tiers.lanes import RestTurns, ThreadLane
 from cairn.tiers.memory import CopyFailed, HostTierMemory
 from cairn.tiers.ranks import CopyEnded, CopyOrder
 
@@ -224,7 +224,7 @@ def test_nothing_is_begun_after_its_time(ranks):
 
 def test_other_ranks_rest_as_the_thread_that_asks_for_a_copy_does(ranks):
     three = ranks()
-    lane = ThreadLane("tier-test", lambda: None)
+    lane = ThreadLane("tier-test", lambda: None, RestTurns())
     try:
         lane.pace(7.0)
         lane.submit(lambda: copy_out(three)).result(20)

@@ -20,6 +20,9 @@ LOW_PRIORITY = 10
 LITTLE_SECONDS = 0.0002
 """Of the processor: less than this a thread that rests does at a time, as far as the calls of `rest` allow."""
 
+MOST_TURNS = 4
+"""Of the rests that its work alone would ask for, how many a thread takes at most for the sake of others."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,12 +41,33 @@ class Lane(Protocol):
         """Begin no further task."""
 
 
+class RestTurns:
+    """Threads that share it rest one after the other, so that all of them together take no more of the cores than one
+    would: a step meets one of them at work, not each."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends_at = 0.0
+
+    def rest_seconds(self, seconds: float, takes_turns: bool) -> float:
+        """How long a thread rests whose work asks for a rest of `seconds`: until the rests that others have begun and
+        its own are over, MOST_TURNS times `seconds` at most. One that does not take turns, because a request waits for
+        what it does, rests for `seconds`, and those that do rest after it."""
+        now = time.perf_counter()
+        with self._lock:
+            self._ends_at = max(self._ends_at, now) + seconds
+            return min(self._ends_at - now, MOST_TURNS * seconds) if takes_turns else seconds
+
+
 class ThreadLane:
     """A `Lane` of `num_threads` threads, which ends with the process whatever they are doing: a disk may never answer.
-    `wake` is called after each task. `nice`: the niceness of its threads. `rests`: see `rest`."""
+    `wake` is called after each task. `nice`: the niceness of its threads; above 0 their rests take `turns`."""
 
-    def __init__(self, name: str, wake: Callable[[], None], num_threads: int = 1, nice: int = 0) -> None:
+    def __init__(
+        self, name: str, wake: Callable[[], None], turns: RestTurns, num_threads: int = 1, nice: int = 0
+    ) -> None:
         self.rests = 0.0
+        self._turns = turns
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake = wake
         self._nice = nice
@@ -73,6 +97,10 @@ class ThreadLane:
 
     def pace(self, rests: float) -> None:
         self.rests = rests
+
+    def rest_seconds(self, seconds: float) -> float:
+        """See `RestTurns`."""
+        return self._turns.rest_seconds(seconds, takes_turns=self._nice > 0)
 
     def close(self) -> None:
         self._closed = True
@@ -116,17 +144,17 @@ def current_rests() -> float:
 
 def rest() -> None:
     """Called between the parts of work that may take long. Where steps compute with all cores, a thread of a lane with
-    `rests` above 0 sleeps now so many times as long as it has worked: what is done at once delays one step, as a whole,
-    and little by little it goes unnoticed."""
-    rests = current_rests()
-    if not rests:
+    `rests` above 0 sleeps now so many times as long as it has worked, and longer where others rest: what is done at
+    once delays one step, as a whole, and little by little it goes unnoticed."""
+    rests, lane = current_rests(), _worker.lane
+    if not rests or lane is None:
         _worker.worked = time.thread_time()
         return
     seconds = time.thread_time() - _worker.worked
     if seconds < LITTLE_SECONDS:
         return
     began = time.perf_counter()
-    time.sleep(rests * seconds)
+    time.sleep(lane.rest_seconds(rests * seconds))
     _worker.rested += time.perf_counter() - began
     _worker.worked = time.thread_time()
 
@@ -169,9 +197,10 @@ class TierLanes:
 
 def thread_lanes(wake: Callable[[], None]) -> TierLanes:
     """The lanes of a server. `wake`: has the thread that plans steps look at what is done."""
+    turns = RestTurns()
     return TierLanes(
-        ThreadLane("tier-names", wake),
-        ThreadLane("tier-copies", wake, nice=LOW_PRIORITY),
-        ThreadLane("tier-reads", wake, num_threads=2),
-        ThreadLane("tier-writes", wake, nice=LOW_PRIORITY),
+        ThreadLane("tier-names", wake, turns),
+        ThreadLane("tier-copies", wake, turns, nice=LOW_PRIORITY),
+        ThreadLane("tier-reads", wake, turns, num_threads=2),
+        ThreadLane("tier-writes", wake, turns, nice=LOW_PRIORITY),
     )

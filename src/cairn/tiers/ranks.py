@@ -33,7 +33,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
-from cairn.tiers.lanes import LOW_PRIORITY, ThreadLane, current_rests, rest
+from cairn.tiers.lanes import LOW_PRIORITY, RestTurns, ThreadLane, current_rests, rest
 from cairn.tiers.memory import CopyFailed, TierMemory
 from cairn.tiers.store import PIECE_BYTES, PageBytes
 from cairn.types import Pages
@@ -294,10 +294,11 @@ class TierServant:
         self._rank = rank
         self._num_ranks = num_ranks
         self._memories: dict[int, tuple[int, mmap.mmap]] = {}
+        turns = RestTurns()
         # nobody waits for what is copied out
         self._lanes = {
-            False: ThreadLane("cairn-tier-out", self._wake_nobody, nice=LOW_PRIORITY),
-            True: ThreadLane("cairn-tier-in", self._wake_nobody),
+            False: ThreadLane("cairn-tier-out", self._wake_nobody, turns, nice=LOW_PRIORITY),
+            True: ThreadLane("cairn-tier-in", self._wake_nobody, turns),
         }
 
     def serve(self, connection: socket.socket) -> None:
