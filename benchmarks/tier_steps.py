@@ -1,6 +1,7 @@
 """What tiers cost the steps of others while states and chunks go down to them and come up from them.
 
-    python -m benchmarks.tier_steps MODEL [--sequences 4] [--rounds 8] [--prompt 2048] [--folder DIR] [--json FILE]
+    python -m benchmarks.tier_steps MODEL [--sequences 4] [--rounds 8] [--prompt 2048] [--folder DIR]
+                                      [--fresh] [--json FILE]
 
 Two engines in one process, turned in turn, with the same requests: one with a host and a disk tier, whose pool has been
 emptied when all was written, and the baseline without. In every round
@@ -13,7 +14,8 @@ Step times by the wall, and by the processor's time of the thread that plans and
 the machine is busy, but has nothing of waiting for the interpreter's lock or for a core. The share of a core that the
 tiers' own threads took during a step: what a step may lose to them where all cores compute. Medians and P99 over all
 rounds, and how much was written and read during the windows. Threads of computation wait for each other as a server's
-do.
+do. Memory is that of a server that has run for a while: all pages of the pool and of the host tier have been written to
+once, because the first write to new memory takes a step's time in places. --fresh leaves that out.
 """
 
 import argparse
@@ -36,6 +38,7 @@ from rich.table import Table
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
+from cairn.engine.core import Core
 from cairn.engine.cpu_threads import choose_cpu_threads
 from cairn.setting_types import size_flag
 
@@ -123,6 +126,14 @@ class Side:
         return {f"p{percent}": float(np.percentile(shares, percent)) for percent in (50, 99)}
 
 
+def write_once(core: Core) -> None:
+    """To all memory of the pool and of the host tier, which hold nothing yet."""
+    source = core._tiers.source
+    for pages in (source._context.memory._pool, source._context.stores[0]._arena):
+        for first in range(0, len(pages), 256):
+            pages[first : first + 256] = 0
+
+
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     sequences, rounds, length = arguments.sequences, arguments.rounds, arguments.prompt
     random = np.random.default_rng(arguments.seed)
@@ -136,6 +147,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
         closing(build_core(EngineConfig(**common, **tiers))) as first,
         closing(build_core(EngineConfig(**common))) as second,
     ):
+        if not arguments.fresh:
+            write_once(first)
         sides = {"with": Side(HandTurned(first)), "without": Side(HandTurned(second))}
         for name, side in sides.items():
             for prompt in olds:
@@ -176,6 +189,7 @@ def main() -> None:
     parser.add_argument("--pool", type=size_flag, default="1GiB", help="of both engines: more than all prompts take")
     parser.add_argument("--host", type=size_flag, default="2GiB", help="the host tier")
     parser.add_argument("--folder", type=Path, help="on the disk that is written to; a temporary one unless given")
+    parser.add_argument("--fresh", action="store_true", help="memory that nobody has written to before")
     add_output_flags(parser, with_plot=False)
     arguments = parser.parse_args()
     check_positive(parser, arguments, "sequences", "rounds", "prompt")

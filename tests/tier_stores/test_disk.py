@@ -1,6 +1,7 @@
 """The disk tier under all that happens to disks and processes: never a wrong byte, and nothing unreadable is left."""
 
 import errno
+import itertools
 import logging
 import random
 import subprocess
@@ -236,9 +237,10 @@ class TestKilled:
         assert number > 40, "it ends by itself at last"
 
     def kill_rounds(self, folder: Path, rounds: int) -> int:
-        """Writers in processes of their own, killed at random moments. How many paths could be read again."""
-        draw, found = random.Random(rounds), 0
-        for seed in range(rounds):
+        """Writers in processes of their own, killed at random moments; more of them where the machine was too busy for
+        a first path. How many paths could be read again."""
+        draw, found, seeds = random.Random(rounds), 0, itertools.count()
+        while (seed := next(seeds)) < rounds or (not found and seed < 10 * rounds):
             command = [sys.executable, str(Path(__file__).with_name("kill_writer.py")), str(folder), str(seed)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
                 assert process.stdout is not None and process.stdout.readline() == "open\n"

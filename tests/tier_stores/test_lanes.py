@@ -230,3 +230,26 @@ class TestPieces:
         pieces = [b"".join(piece) for piece in _pieces(parts)]
         assert b"".join(pieces) == whole
         assert [len(piece) for piece in pieces[:-1]] == [12] * (len(pieces) - 1) and all(pieces)
+
+
+class TestReusedMemory:
+    def test_memory_is_used_again_once_nobody_has_an_array_in_it(self):
+        reused = memory.ReusedMemory(num_kept=1)
+        rows = reused.rows(4, PAGE_BYTES)
+        address, part = rows.ctypes.data, rows[1:2]
+        del rows
+        other = reused.rows(4, PAGE_BYTES)
+        assert other.ctypes.data != address, "a part of it is still looked at"
+        del part
+        assert reused.rows(3, PAGE_BYTES).ctypes.data == address
+
+    def test_no_more_is_kept_than_asked_for(self):
+        reused = memory.ReusedMemory(num_kept=2)
+        rows = [reused.rows(2, PAGE_BYTES) for _ in range(5)]
+        del rows
+        assert len(reused._free) == 2
+
+    def test_what_is_too_small_is_not_used(self):
+        reused = memory.ReusedMemory(num_kept=1)
+        reused.rows(1, PAGE_BYTES)
+        assert reused.rows(9, PAGE_BYTES).shape == (9, PAGE_BYTES) and not reused._free

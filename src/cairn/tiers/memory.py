@@ -1,11 +1,14 @@
 """The pool as tiers see it: whole pages, copied out of it and into it beside the steps."""
 
+import mmap
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 import numpy as np
 
+from cairn.machine import map_memory
 from cairn.tiers.lanes import rest
 from cairn.tiers.store import PIECE_BYTES, PageBytes
 from cairn.types import Pages
@@ -37,14 +40,42 @@ class TierMemory(Protocol):
         CopyFailed: then they may be written to until it `is_over`."""
 
 
+class ReusedMemory:
+    """Memory for copies, used again once nobody has an array in it: the first touch of new memory takes longer than the
+    copy, and a huge page of it at once, 2 ns a byte on some virtual machines. Keeps `num_kept` pieces at most."""
+
+    def __init__(self, num_kept: int = 2) -> None:
+        self._num_kept = num_kept
+        self._free = list[mmap.mmap]()
+
+    def rows(self, num_rows: int, row_bytes: int) -> PageBytes:
+        """uint8 [num_rows, row_bytes], of any contents."""
+        num_bytes = num_rows * row_bytes
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = None
+        if memory is None or len(memory) < num_bytes:
+            memory = map_memory(num_bytes)
+        # views of it keep it alive, whatever they are views of
+        whole = np.frombuffer(memory, np.uint8, num_bytes)
+        weakref.finalize(whole, self._take_back, memory).atexit = False
+        return whole.reshape(num_rows, row_bytes)
+
+    def _take_back(self, memory: mmap.mmap) -> None:
+        if len(self._free) < self._num_kept:
+            self._free.append(memory)
+
+
 class HostTierMemory:
     """A `TierMemory` of a pool on the host, uint8 [num_pages, page_bytes], contiguous."""
 
     def __init__(self, pool: PageBytes) -> None:
         self._pool = pool
+        self._copies = ReusedMemory()
 
     def copy_out(self, pages: Pages) -> PageBytes:
-        copied = np.empty((len(pages), self._pool.shape[1]), np.uint8)
+        copied = self._copies.rows(len(pages), self._pool.shape[1])
         size = max(1, PIECE_BYTES // self._pool.shape[1])
         for first in range(0, len(pages), size):
             piece = slice(first, first + size)
