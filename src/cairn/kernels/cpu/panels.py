@@ -86,10 +86,6 @@ _AHEAD = 16
 """Words of a panel between those that a single group is multiplied with and those that are asked for: 2 KiB. Further
 ahead they would not stay in the first cache."""
 
-_INPUTS_AT_ONCE = 256
-"""Of all rows of a group that are widened before the next ones, 6 or 12 KiB: those stay in the first cache until
-every row has its places between the others."""
-
 _INPUTS_OF_WORD = {torch.bfloat16: 2, torch.int8: 4}.__getitem__
 _FEATURES: Mapping[torch.dtype, Sequence[str]] = MappingProxyType(
     {torch.bfloat16: ("avx512bf16",), torch.int8: ("avx512vnni", "avxvnni")}
@@ -285,14 +281,11 @@ def _widen_rows(
     for item in range(begin, end):
         first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
         target = advance(out, first * words * 2)
-        for begin_input in range(0, inputs, _INPUTS_AT_ONCE):
-            end_input = min(begin_input + _INPUTS_AT_ONCE, inputs)
-            for i in range(count):
-                source = advance(x, (order[first + i] if has_order else first + i) * row)
-                for j in range(begin_input, end_input):
-                    target[j * count + i] = load(source, j)
-        if inputs % 2:
-            for i in range(count):
+        for i in range(count):
+            source = advance(x, (order[first + i] if has_order else first + i) * row)
+            for j in range(inputs):
+                target[j * count + i] = load(source, j)
+            if inputs % 2:
                 target[inputs * count + i] = np.float32(0)
 
 
