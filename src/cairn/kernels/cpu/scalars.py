@@ -14,6 +14,10 @@ from cairn.kernels.cpu.compiled import BF16, F16, F32, U8, exact_jit, intrinsic,
 ZERO: Any = np.float32(0)
 ONE: Any = np.float32(1)
 _I32 = ir.IntType(32)
+_ROUNDING = np.float32(1.5 * 2**23)
+"""Added to a small float32, it leaves the nearest whole number in the lowest bits, the even one of two."""
+_LEAST = np.float32(-86.98)
+"""What e is raised to where it is not 0: from here on 2^(turns - 1) is a normal number."""
 
 
 @intrinsic
@@ -32,16 +36,6 @@ def float_of(typingctx: Any, bits: Any) -> Any:
 def advance(typingctx: Any, pointer: Any, count: Any) -> Any:
     """The pointer `count` numbers on."""
     return pointer(pointer, types.int64), lambda context, builder, _, args: builder.gep(args[0], [args[1]])
-
-
-@intrinsic
-def floor(typingctx: Any, x: Any) -> Any:
-    """The whole float32 below a float32."""
-
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        return builder.call(builder.module.declare_intrinsic("llvm.floor", [ir.FloatType()]), args)
-
-    return types.float32(types.float32), code
 
 
 @intrinsic
@@ -147,14 +141,13 @@ def _narrow(builder: Any, value: Any) -> Any:
         return ir.Constant(_I32, number)
 
     bits = builder.bitcast(value, _I32)
-    high = builder.lshr(bits, constant(16))
     # Half of what is cut off, less one where the result would be even without it: a tie goes to the even one.
-    half = builder.add(builder.and_(high, constant(1)), constant(0x7FFF))
-    rounded = builder.lshr(builder.add(bits, half), constant(16))
-    is_nan = builder.icmp_unsigned(">", builder.and_(bits, constant(0x7FFFFFFF)), constant(0x7F800000))
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.add(builder.add(bits, constant(0x7FFF)), odd)
+    is_nan = builder.fcmp_unordered("uno", value, value)
     # The bit that makes it a quiet one: what is cut off might have been all that told it from infinity.
-    chosen = builder.select(is_nan, builder.or_(high, constant(0x40)), rounded)
-    return builder.trunc(chosen, ir.IntType(16))
+    chosen = builder.select(is_nan, builder.or_(bits, constant(0x400000)), rounded)
+    return builder.trunc(builder.lshr(chosen, constant(16)), ir.IntType(16))
 
 
 def _widen_half(builder: Any, value: Any) -> Any:
@@ -199,25 +192,23 @@ def _narrow_half(builder: Any, value: Any) -> Any:
 
 @exact_jit
 def exp(x: Any) -> Any:
-    """e^x of a float32 within two units in the last place; 0 below -104, infinity above 88.8, NaN of NaN."""
-    bounded = np.float32(-104.0) if x < np.float32(-104.0) else x
-    bounded = bounded if bounded < np.float32(89.0) else np.float32(89.0)
-    turns = floor(bounded * np.float32(1.44269504) + np.float32(0.5))
+    """e^x of a float32 within two units in the last place; 0 below -86.98, infinity above 88.8, NaN of NaN."""
+    # Comparisons in this order are a processor's own minimum, which keeps a NaN.
+    bounded = np.float32(89.0) if x > np.float32(89.0) else x
+    shifted = bounded * np.float32(1.44269504) + _ROUNDING
+    turns = shifted - _ROUNDING
     # ln 2 in two parts: the first has few enough bits for the product to be exact.
     rest = bounded - turns * np.float32(0.693359375)
     rest = rest - turns * np.float32(-2.12194440e-4)
-    value = np.float32(1.9875691500e-4)
-    value = value * rest + np.float32(1.3981999507e-3)
-    value = value * rest + np.float32(8.3334519073e-3)
-    value = value * rest + np.float32(4.1665795894e-2)
-    value = value * rest + np.float32(1.6666665459e-1)
-    value = value * rest + np.float32(5.0000001201e-1)
-    value = value * rest * rest + rest + ONE
-    # 2^turns in two factors, because the exponents of neither 2^-150 nor 2^128 fit into one.
-    half = np.int32(turns) >> np.int32(1)
-    rest_of_it = np.int32(turns) - half
-    value = value * _power_of_two(half) * _power_of_two(rest_of_it)
-    return value if x == x else x
+    # Twice e^rest, so that what is left of 2^turns has an exponent up to where e^x is infinity.
+    square = rest * rest
+    high = np.float32(2 * 1.9875691500e-4) * rest + np.float32(2 * 1.3981999507e-3)
+    middle = np.float32(2 * 8.3334519073e-3) * rest + np.float32(2 * 4.1665795894e-2)
+    low = np.float32(2 * 1.6666665459e-1) * rest + np.float32(2 * 5.0000001201e-1)
+    value = ((high * square + middle) * square + low) * square + (rest + rest + np.float32(2))
+    # 2^(turns - 1): the lowest bits of `shifted` are turns, and what else it has is shifted out.
+    value = value * float_of((bits_of(shifted) << np.uint32(23)) + np.uint32(126 << 23))
+    return ZERO if x < _LEAST else value
 
 
 @exact_jit
@@ -232,11 +223,6 @@ def tanh(x: Any) -> Any:
     near = value * square * x + x
     far = ONE - np.float32(2) / (exp(x + x) + ONE)
     return near if square < np.float32(0.390625) else far
-
-
-@exact_jit
-def _power_of_two(exponent: Any) -> Any:
-    return float_of(np.uint32(np.int32(exponent) + np.int32(127)) << np.uint32(23))
 
 
 @exact_jit

@@ -11,6 +11,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.errors import RequireLiteralValue
 
 from cairn.kernels.cpu.compiled import BF16, F32, I32, I64, U8, intrinsic, jit
 from cairn.kernels.cpu.features import cpu_features
@@ -110,6 +111,22 @@ def pointer_to(typingctx: Any, array: Any) -> Any:
         return context.make_array(signature.args[0])(context, builder, args[0]).data
 
     return types.CPointer(array.dtype)(array), code
+
+
+@intrinsic
+def stack_buffer(typingctx: Any, count: Any) -> Any:
+    """Pointer to so many float32 numbers, a constant, of the function's own, of which LLVM knows that no other pointer
+    leads there."""
+    if not isinstance(count, types.IntegerLiteral):
+        raise RequireLiteralValue("count")
+    length = count.literal_value
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        buffer = cgutils.alloca_once(builder, ir.ArrayType(_FLOAT, length))
+        buffer.align = LINE
+        return builder.bitcast(buffer, _FLOAT.as_pointer())
+
+    return F32(count), code
 
 
 @intrinsic
