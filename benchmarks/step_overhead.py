@@ -22,7 +22,9 @@ would all be asked for in a few steps of 64, which is cheaper.
 
 Part `stream`: a real `cairn serve`, a process for HTTP and one for the core, and --streams answers at a time. As fast
 as it can go (what has not been read yet is then put together: several tokens an event), and with steps of 50 ms, where
-every token is an event. Tokens a second, and processor time (user and system) a token of either process.
+every token is an event. Tokens a second, and processor time (user and system) a token of either process. Beside them as
+many streams of events that are ready-made (`ready_stream`), from the same web server without an engine: what the
+processor time of HTTP cannot go below.
 """
 
 import argparse
@@ -44,6 +46,7 @@ import psutil
 import torch
 from benchmarks.made_model import make_thin_model
 from benchmarks.no_model import STEP_SECONDS, NoModelEngine, build_engine
+from benchmarks.ready_stream import PACE_SECONDS
 from benchmarks.reporting import (
     add_output_flags,
     as_json,
@@ -79,7 +82,6 @@ PREFILL_TOKENS = 1 << 18
 """Of a step: prefill is not measured, and answers would grow while others are in it."""
 
 SPARE_STEPS = 8
-PACE_SECONDS = 0.05
 STREAM_SECONDS = 600.0
 SERVE = "import sys; from cairn.cli import main; sys.exit(main(core='benchmarks.no_model:build_core'))"
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -262,7 +264,7 @@ def context_ratios(cases: Sequence[Decoding]) -> list[float]:
 @dataclass(frozen=True, slots=True)
 class StreamRow:
     """`step_seconds`: how long the core's steps were made to take, 0 for as short as they are. Microseconds of
-    processor time a token: of the process that speaks HTTP, and of the core's."""
+    processor time a token: of the process that speaks HTTP, and of the core's; None for events that were ready-made."""
 
     streams: int
     step_seconds: float
@@ -270,11 +272,16 @@ class StreamRow:
     events: int
     seconds: float
     http_us: float
-    core_us: float
+    core_us: float | None
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of processor time of all processes for a token of each stream."""
+        return (self.http_us + (self.core_us or 0.0)) * self.streams / 1000
 
 
 def stream(model: Path, streams: int, tokens: int, step_seconds: float, seed: int, folder: Path) -> StreamRow:
@@ -282,21 +289,34 @@ def stream(model: Path, streams: int, tokens: int, step_seconds: float, seed: in
     command = [sys.executable, "-c", SERVE, "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
     command += ["--served-model-name", "none", "--max-num-seqs", str(streams), "--max-waiting", str(2 * streams)]
     command += ["--max-num-batched-tokens", str(max(2_048, streams + 64))]
+    return _measure_streams(command, streams, tokens, step_seconds, seed, folder)
+
+
+def ready_stream(streams: int, tokens: int, seed: int, folder: Path) -> StreamRow:
+    """As many events, which are ready-made, at the pace of PACE_SECONDS."""
+    command = [sys.executable, "-m", "benchmarks.ready_stream", str(PACE_SECONDS)]
+    return _measure_streams(command, streams, tokens, PACE_SECONDS, seed, folder)
+
+
+def _measure_streams(
+    command: Sequence[str], streams: int, tokens: int, step_seconds: float, seed: int, folder: Path
+) -> StreamRow:
     variables = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", STEP_SECONDS: str(step_seconds), "OMP_NUM_THREADS": "1"}
     with running(command, folder / "server.log", variables) as server:
-        http = psutil.Process(server.process.pid)
-        (core,) = http.children()
+        processes = [psutil.Process(server.process.pid)]
+        processes += processes[0].children()  # the core, where there is one
         asyncio.run(stream_all(server.url, streams, 8, seed))
-        before, start = (cpu_seconds(http), cpu_seconds(core)), time.monotonic()
+        before, start = [cpu_seconds(process) for process in processes], time.monotonic()
         bodies = asyncio.run(stream_all(server.url, streams, tokens, seed + 1))
         seconds = time.monotonic() - start
-        used = (cpu_seconds(http) - before[0], cpu_seconds(core) - before[1])
+        used = [cpu_seconds(process) - since for process, since in zip(processes, before, strict=True)]
     counts = [count_body(body) for body in bodies]
     total = sum(own for own, _ in counts)
     if total != streams * tokens:
         raise RuntimeError(f"{total} tokens came, and {streams * tokens} were asked for:\n{bodies[0][-500:]!r}")
-    of_each = [1e6 * own / total for own in used]
-    return StreamRow(streams, step_seconds, total, sum(events for _, events in counts), seconds, *of_each)
+    http_us, core_us = [*(1e6 * own / total for own in used), None][:2]
+    assert http_us is not None
+    return StreamRow(streams, step_seconds, total, sum(events for _, events in counts), seconds, http_us, core_us)
 
 
 async def stream_all(url: str, streams: int, tokens: int, seed: int) -> list[bytes]:
@@ -348,15 +368,15 @@ def step_table(rows: Sequence[StepRow]) -> Table:
 
 
 def stream_table(rows: Sequence[StreamRow]) -> Table:
-    table = Table(
-        *("streams", "step", "tokens/s", "tokens an event", "HTTP µs a token", "core µs a token"), title="streaming"
-    )
+    headings = ("streams", "step", "tokens/s", "tokens an event", "HTTP µs a token", "core µs a token", "ms a step")
+    table = Table(*headings, title="streaming")
     for column in table.columns:
         column.justify = "right"
     for row in rows:
         step = f"{1000 * row.step_seconds:g} ms" if row.step_seconds else "free"
-        figures = (row.tokens / max(1, row.events), row.http_us, row.core_us)
-        table.add_row(f"{row.streams}", step, f"{row.tokens_per_s:,.0f}", *(f"{value:,.1f}" for value in figures))
+        core = "ready-made" if row.core_us is None else f"{row.core_us:,.1f}"
+        figures = (f"{row.tokens / max(1, row.events):,.1f}", f"{row.http_us:,.1f}", core, f"{row.step_ms:,.1f}")
+        table.add_row(f"{row.streams}", step, f"{row.tokens_per_s:,.0f}", *figures)
     return table
 
 
@@ -410,6 +430,7 @@ def main() -> None:
             for pace in (0.0, PACE_SECONDS):
                 own = (arguments.streams, arguments.tokens, pace, arguments.seed)
                 streams.append(stream(model, *own, folder))
+            streams.append(ready_stream(arguments.streams, arguments.tokens, arguments.seed, folder))
     console = make_console()
     if steps:
         console.print(step_table(steps))

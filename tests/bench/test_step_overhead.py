@@ -7,6 +7,7 @@ import pytest
 from benchmarks import step_overhead
 from benchmarks.made_model import make_thin_model
 from benchmarks.no_model import build_engine
+from benchmarks.ready_stream import PACE_SECONDS
 from benchmarks.step_overhead import (
     CLOCK_READS,
     OF_CORE,
@@ -25,6 +26,7 @@ from benchmarks.step_overhead import (
     parse,
     plot,
     prefill_steps,
+    ready_stream,
     requests_of,
     step_table,
     stream,
@@ -137,13 +139,16 @@ def rows():
 
 def test_table_plot_and_ratios(tmp_path):
     assert rows()[0].core_us == 16.0 * len(OF_CORE) == 16.0 * (len(PARTS) - 1)
-    streams = [StreamRow(4, pace, 400, 100, 2.0, 7.0, 9.0) for pace in (0.0, 0.05)]
+    streams = [StreamRow(4, pace, 400, 100, 2.0, 700.0, 900.0) for pace in (0.0, 0.05)]
+    streams.append(StreamRow(4, 0.05, 400, 100, 2.0, 600.0, None))
+    assert [row.step_ms for row in streams] == [6.4, 6.4, 2.4]
     with (tmp_path / "tables").open("w") as file:
         console = Console(file=file, width=120)
         console.print(step_table(rows()))
         console.print(stream_table(streams))
     text = (tmp_path / "tables").read_text()
     assert "96" in text and "192" in text and "50 ms" in text and "free" in text and "4.0" in text
+    assert "6.4" in text and "2.4" in text and "ready-made" in text
     assert streams[0].tokens_per_s == 200.0
     plot(rows(), Path(tmp_path / "plot.svg"))
     assert (tmp_path / "plot.svg").read_text().count("sequences x context") >= 1
@@ -168,3 +173,9 @@ def test_a_real_server_streams_every_token(model, tmp_path):
     row = stream(model, 4, 30, 0.02, 0, tmp_path)
     assert (row.streams, row.tokens) == (4, 120) and 4 < row.events <= 120
     assert row.http_us > 0 and row.core_us > 0 and row.seconds > 0.4
+
+
+def test_streams_of_ready_made_events_are_read_as_those_of_a_server(tmp_path):
+    row = ready_stream(4, 6, 0, tmp_path)
+    assert (row.streams, row.tokens, row.events, row.core_us) == (4, 24, 24, None)
+    assert row.http_us > 0 and row.seconds > 5 * PACE_SECONDS

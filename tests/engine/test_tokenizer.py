@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from cairn.engine.contract import RenderedPrompt, TextTokenizer
-from cairn.engine.text.tokenizer import IncrementalText, ModelTokenizer
+from cairn.engine.text.tokenizer import IncrementalText, ModelTokenizer, TokenTexts
 from cairn.errors import InvalidRequest, ModelError
 from cairn.models.random_weights.make_tokenizer import make_tokenizer
 
@@ -178,6 +178,26 @@ def test_stream_says_what_decode_says(tokenizer: ModelTokenizer, token_ids: list
         streamed += stream.push(token_id)
         assert whole.startswith(streamed)
     assert streamed + stream.finish() == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(token_ids=st.lists(st.integers(0, 300) | st.integers(0, 4200), max_size=80))
+def test_known_texts_of_tokens_change_no_piece(folder: Path, token_ids: list[int]) -> None:
+    text = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    plain, quick = IncrementalText(text, frozenset({2})), IncrementalText(text, frozenset({2}), TokenTexts(text))
+    assert [quick.push(token_id) for token_id in token_ids] == [plain.push(token_id) for token_id in token_ids]
+    assert quick.finish() == plain.finish()
+
+
+def test_texts_of_tokens_are_known_of_decoders_that_look_at_bytes_alone(folder: Path, tmp_path: Path) -> None:
+    source = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    source.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    source.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = ModelTokenizer(tmp_path)
+    token_ids = tokenizer.encode("a a a")
+    stream = tokenizer.stream()
+    assert "".join(map(stream.push, token_ids)) + stream.finish() == tokenizer.decode(token_ids)
 
 
 def test_chat(tokenizer: ModelTokenizer) -> None:

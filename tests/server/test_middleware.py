@@ -11,7 +11,7 @@ import pytest
 from cairn.engine.contract import RenderedPrompt
 from cairn.errors import InvalidRequest, Overloaded, QueueFull
 from cairn.http.application import http_application
-from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds
+from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds, get_body_send
 from cairn.server.error_handlers import MAX_NESTING, find_deep_field
 from cairn.server.images.memory import ImageAllocation, ImageMemory
 from cairn.server.openai.prompts import truncate_prompt
@@ -179,3 +179,41 @@ def test_a_bug_behind_the_start_of_an_answer_gets_no_second_one(started):
         return sent[0], sent.count(None)
 
     assert asyncio.run(play()) == ((200, 0) if started else (500, 1))
+
+
+def test_a_stream_goes_through_the_layers_with_its_start_and_past_them_after_it():
+    """They see every event of an application that does not ask for the server's own `send`."""
+
+    async def play(asks):
+        seen, sent = [], []
+
+        async def app(scope, receive, send):
+            body_send = get_body_send(scope, send) if asks else send
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await body_send({"type": "http.response.body", "body": b"a"})
+
+        async def layer(scope, receive, send):
+            async def see(message):
+                seen.append(message["type"])
+                await send(message)
+
+            await app(scope, receive, see)
+
+        async def send(message):
+            sent.append(message)
+
+        await RequestIds(layer, lambda: "id")({"type": "http", "path": "/", "headers": []}, None, send)
+        return seen, sent
+
+    start, body = "http.response.start", "http.response.body"
+    for asks, expected in ((True, [start]), (False, [start, body])):
+        seen, sent = asyncio.run(play(asks))
+        assert seen == expected
+        assert [message["type"] for message in sent] == [start, body]
+        assert (b"x-request-id", b"id") in sent[0]["headers"]
+
+
+def test_without_the_layer_of_ids_events_go_where_the_start_goes():
+    async def send(message): ...
+
+    assert get_body_send({"type": "http"}, send) is send

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast
 
 from cairn.engine.contract import Breakpoint, RenderedPrompt, TemplateValue
@@ -86,6 +86,8 @@ class ModelTokenizer:
             if token.special and token.content not in marks
         )
         self._spelling = TokenSpelling(self._text)
+        # bytes side by side: what a character's last byte is followed by does not change it
+        self._texts = TokenTexts(self._text) if isinstance(self._text.decoder, decoders.ByteLevel) else None
         self._images = ImagePrompts.read(model, self._text.id_to_token)
 
     @property
@@ -155,7 +157,7 @@ class ModelTokenizer:
 
     def stream(self, skip_special_tokens: bool = True) -> "IncrementalText":
         """The text of an answer; special tokens are left out unless they are asked for."""
-        return IncrementalText(self._text, self._special if skip_special_tokens else frozenset())
+        return IncrementalText(self._text, self._special if skip_special_tokens else frozenset(), self._texts)
 
     def render_chat(
         self,
@@ -228,6 +230,21 @@ def _token_text(value: object) -> str:
     return str(getattr(value, "content", value))
 
 
+class TokenTexts(dict[int, str]):
+    """The texts of tokens that are whole by themselves, of a tokenizer whose decoder looks at bytes alone: so they
+    are the same after any text without an open character. Empty for a token that ends within a character, or for none.
+    Each is decoded when it is first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        self[token_id] = text = "" if text.endswith(_REPLACEMENT) else text
+        return text
+
+
 class IncrementalText:
     """Decodes one answer token by token; what it has given out never changes. Implements `TextStream`.
 
@@ -235,10 +252,11 @@ class IncrementalText:
     until it is older than any character can be. Only the last few tokens are decoded again at each step.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
-        """`skip`: ids that give no text."""
+    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], texts: TokenTexts | None = None) -> None:
+        """`skip`: ids that give no text. `texts`: None where a token's text may depend on those before it."""
         self._tokenizer = tokenizer
         self._skip = skip
+        self._texts = texts
         self._window: list[int] = []
         self._place = 0  # in the window: where no character was open before
         self._seen = 0  # characters of the window's text that have been given out
@@ -248,6 +266,9 @@ class IncrementalText:
         """The text that this token completes; empty while a character is still open."""
         if token_id in self._skip:
             return ""
+        if self._texts is not None and not self._window and (text := self._texts[token_id]):
+            self._held = 0
+            return text
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window, skip_special_tokens=False)
         settled = len(text.rstrip(_REPLACEMENT))
@@ -261,7 +282,9 @@ class IncrementalText:
         if size > _WINDOW:
             self._cut(size - _CONTEXT, pending)
         elif not pending:
-            if size > _USUAL_WINDOW:
+            if self._texts is not None:
+                self._cut(size, pending)
+            elif size > _USUAL_WINDOW:
                 self._cut(self._place, pending)
             self._place = len(self._window)
         return new

@@ -1,11 +1,11 @@
 """One request's way through the engine and back to its client: measured, with a deadline, whole or as a stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,6 +16,7 @@ from cairn.engine.contract import FREE_LOGPROBS, MAX_ANSWERS, EngineClient, Gene
 from cairn.errors import CairnError, InvalidRequest, LeasesFull, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.http.error_responses import ClientDisconnected, make_error
+from cairn.http.middleware import get_body_send
 from cairn.server.error_handlers import to_request_error
 from cairn.server.metrics import Metrics, RequestMeter
 from cairn.server.openai.engine_request import rename_error_param
@@ -31,6 +32,9 @@ Result = TypeVar("Result")
 
 PromptOutput: TypeAlias = tuple[int, GenerateOutput]
 """The number of a prompt, and an output for it."""
+
+WriteEvents: TypeAlias = Callable[[Sequence[bytes]], Awaitable[None]]
+"""Sends server-sent events to a client, all at once."""
 
 
 class Deadline:
@@ -104,7 +108,9 @@ class Generation:
 
         # Wait for the first output: until then a failure still has an HTTP status of its own.
         first = await cancel_on_disconnect(http.receive, next_output())
-        return EventStream(self._events(first, outputs), self.deadline.seconds_left + _LAST_EVENT_SECONDS)
+        return EventStream(
+            partial(self._write_events, first, outputs), self.deadline.seconds_left + _LAST_EVENT_SECONDS
+        )
 
     async def _write_response(self) -> bytes:
         async with aclosing(self.outputs()) as outputs:
@@ -129,7 +135,7 @@ class Generation:
             has_many = request.prompt_logprobs is not None or (request.logprobs or 0) > FREE_LOGPROBS
             is_long = has_many and self.writer.formats_at_end
         else:
-            is_long = output.num_logprob_entries > _MAX_ENTRIES
+            is_long = _is_long(output)
         return await self.tokenizer.run(work) if is_long else work()
 
     async def outputs(self) -> AsyncGenerator[PromptOutput, None]:
@@ -176,29 +182,38 @@ class Generation:
             if isinstance(outputs, AsyncGenerator):
                 await outputs.aclose()
 
-    async def _events(
-        self, first: PromptOutput, outputs: AsyncGenerator[PromptOutput, None]
-    ) -> AsyncGenerator[bytes, None]:
-        """The whole stream. A failure on the way is an event of its own."""
+    async def _write_events(
+        self, first: PromptOutput, outputs: AsyncGenerator[PromptOutput, None], write: WriteEvents
+    ) -> None:
+        """The whole stream: what an output brings is written at once. A failure on the way is an event of its own."""
         writer, buffer = self.writer, OutputBuffer(self.writer.body.stream_interval or 1)
         async with aclosing(outputs):
             writer.announce(*first)
-            for event in writer.opening_events():
-                yield event
+            if opening := writer.opening_events():
+                await write(opening)
+            latest: PromptOutput | None = first
             try:
-                latest: PromptOutput | None = first
                 while latest is not None:
-                    if (due := buffer.add(*latest)) is not None:
-                        events = await self.write(partial(writer.output_events, latest[0], due), due)
-                        self.tell_of_calls([writer.choice_of(latest[0], due)])
-                        for event in events:
-                            yield event
+                    prompt, output = latest
+                    if (due := buffer.add(prompt, output)) is not None:
+                        if _is_long(due):
+                            events = await self.tokenizer.run(partial(writer.output_events, prompt, due))
+                        else:
+                            events = writer.output_events(prompt, due)
+                        if due.finish_reason is not None:
+                            self.tell_of_calls([writer.choice_of(prompt, due)])
+                        if events:
+                            await write(events)
                     latest = await anext(outputs, None)
                 closing = writer.closing_events()
             except CairnError as error:
                 closing = writer.error_events(to_request_error(error))
-            for event in closing:
-                yield event
+            await write(closing)
+
+
+def _is_long(output: GenerateOutput) -> bool:
+    """Whether it tells of too many tokens for the event loop to put them into words."""
+    return output.num_logprob_entries > _MAX_ENTRIES
 
 
 def _error_of(output: GenerateOutput) -> RequestError:
@@ -216,29 +231,31 @@ def _drop_tokens(output: GenerateOutput) -> GenerateOutput:
 
 
 class EventStream(Response):
-    """Sends the events of a generator, and closes it when the client disconnects or does not read in time.
+    """Sends server-sent events as they are written, and cancels what writes them when the client disconnects or does
+    not read in time.
 
-    `seconds`: for the whole stream; the generator's own deadline should come first.
+    `seconds`: for the whole stream; the deadline of what writes it should come first.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], seconds: float) -> None:
+    def __init__(self, write_events: Callable[[WriteEvents], Coroutine[Any, Any, None]], seconds: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._write_events = write_events
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self._seconds):
-                await cancel_on_disconnect(receive, self._write(send))
+                await cancel_on_disconnect(receive, self._send_events(send, get_body_send(scope, send)))
         except (ClientDisconnected, TimeoutError, OSError):
             return
 
-    async def _write(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _send_events(self, send: Send, send_body: Send) -> None:
+        def write(events: Sequence[bytes]) -> Awaitable[None]:
+            return send_body({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await self._write_events(write)
+        await send_body({"type": "http.response.body", "body": b"", "more_body": False})

@@ -179,7 +179,7 @@ class ResponseWriter(ABC):
 
     def _chunk_event(self, chunk: dict[str, Any]) -> bytes:
         options = self.body.stream_options
-        if self._includes_usage and options is not None and options.continuous_usage_stats:
+        if options is not None and options.continuous_usage_stats and options.include_usage:
             chunk["usage"] = self.usage()
         return encode_event(msgspec.json.encode(chunk))
 
@@ -252,8 +252,8 @@ class ResponseWriter(ABC):
 
 def encode_event(data: bytes, name: str | None = None) -> bytes:
     """One server-sent event."""
-    named = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return named + b"data: " + data + b"\n\n"
+    named = b"" if name is None else b"event: %b\n" % name.encode()
+    return b"%bdata: %b\n\n" % (named, data)
 
 
 def count_cached_tokens(cache: CacheReport | None) -> int:
