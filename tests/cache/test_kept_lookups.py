@@ -150,13 +150,13 @@ def test_whatever_changes_in_the_trees_is_seen(change):
 def could(sim, num_pages):
     """Whether so many pages can be had for one of whom nothing is known, and whether that was counted anew."""
     cache, counted = sim.cache, []
-    count = type(cache.pinned).num_pages
-    cache.pinned.num_pages = lambda: counted.append(1) or count(cache.pinned)
+    count = type(cache.pinned).by_requests
+    cache.pinned.by_requests = lambda: counted.append(1) or count(cache.pinned)
     lease = cache.lookup(PLAIN, np.array([5] * 9, np.int64), "w", probe=True)
     try:
         return cache.could_free(lease, num_pages), len(counted)
     finally:
-        del cache.pinned.num_pages
+        del cache.pinned.by_requests
         cache.discard(lease)
 
 
@@ -208,3 +208,44 @@ def test_room_is_counted_anew_when_anything_is_let_go_of(change, num_pages):
     assert could(sim, 60) == (False, 0) and could(sim, 61) == (False, 1)
     change(sim, request)
     assert could(sim, num_pages) == (True, 1)
+
+
+def tables(sim, prompt):
+    """The pages that a lookup of a prompt shares, and of how many nodes it has joined them."""
+    joined, path_pages = [], lookup.path_pages
+    lookup.path_pages = lambda path, *arguments: joined.append(len(path)) or path_pages(path, *arguments)
+    try:
+        sequence = sim.cache.lookup(PLAIN, np.array(prompt, np.int64), "probe", probe=True)
+    finally:
+        lookup.path_pages = path_pages
+    path, matched = sequence.match.walk.path, sequence.matched
+    expected = [path_pages(path, matched, *each).pages.tolist() for each in enumerate(sim.cache.layout.groups)]
+    pages = [table.pages.tolist() for table in sequence.tables]
+    sim.cache.discard(sequence)
+    assert pages == expected and all(map(len, pages))
+    return pages, sum(joined)
+
+
+def test_the_pages_of_a_path_are_joined_once():
+    sim = simulation()
+    for end in (70, 134, 200):
+        run(sim, A[:end])
+    pages, joined = tables(sim, A)
+    assert joined > 1 and tables(sim, (*A, 1)) == (pages, 0)
+    run(sim, (*A, 5, 6, 7))
+    assert tables(sim, (*A, 5, 6, 7, 8))[1] == 1
+    assert tables(sim, (*A[:150], 1))[1] > 0, "what was joined further down is of no use above it"
+    run(sim, (*A[:150], *B))  # splits the node that was joined
+    tables(sim, A)
+
+
+def test_pages_that_were_joined_are_forgotten_with_their_nodes():
+    sim = simulation()
+    run(sim, A)
+    before, _ = tables(sim, A)
+    assert tables(sim, A)[1] == 0
+    assert sim.cache.clear()
+    run(sim, B)
+    run(sim, A)
+    after, joined = tables(sim, A)
+    assert joined > 0 and after != before

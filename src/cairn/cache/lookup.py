@@ -1,5 +1,6 @@
 """Lookups: what is cached of a prompt, what of it may be used, and why it is not more."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -8,6 +9,7 @@ import numpy as np
 
 from cairn.cache.checkpoint import Origin
 from cairn.cache.eviction import EvictionPolicy
+from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import PlacementPolicy
 from cairn.cache.reasons import Reason
@@ -23,11 +25,16 @@ from cairn.cache.tree import Checkpoint, Node, TokenKey, Walk, path_pages, resum
 from cairn.keys import KeyBuffer, common_tokens
 from cairn.types import Keys
 
+Parts = tuple[GroupPages, ...]
+
 _MAX_COMPARED = 1 << 19
 """Most tokens of running requests that one lookup compares."""
 
 _MAX_MEMOIZED = 64
 """Most lookups whose results are reused."""
+
+_MAX_JOINED = 64
+"""Most paths whose page lists are reused: they take four bytes a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,7 @@ class PrefixLookup:
         self._exact = exact
         self._eviction = eviction
         self._memo: dict[tuple[Namespace, str, int | None], SequenceBlocks] = {}
+        self._joined: OrderedDict[Node, tuple[Parts | None, Parts]] = OrderedDict()
         self._version = 0
 
     def find(
@@ -139,7 +147,7 @@ class PrefixLookup:
             if hit < anywhere:
                 hit, checkpoint = anywhere, None
         matched = hit if ends is not None else prompt_walk.matched
-        shared = [path_pages(path, matched, index, group) for index, group in enumerate(groups)]
+        shared = self._shared_pages(path, matched)
         return SequenceBlocks(
             request_id=request_id,
             namespace=namespace,
@@ -161,6 +169,31 @@ class PrefixLookup:
             decode_from=num_prompt_tokens if self._exact else length,
             committed=matched,
         )
+
+    def _shared_pages(self, path: Sequence[Node], matched: int) -> Parts:
+        """`path_pages` of all groups, which begin with what an earlier lookup has joined: the next prompt of a session
+        goes on a few nodes below the one before it, of paths of a hundred."""
+        groups = self._layout.groups
+        if self._exact or self._layout.is_limited:  # the pages of nodes above others may be replaced or trimmed
+            return tuple(path_pages(path, matched, index, group) for index, group in enumerate(groups))
+        # a node's pages keep those of all nodes above it
+        whole = len(path) - bool(path and path[-1].end > matched)
+        start = next((end for end in range(whole, 0, -1) if self._is_joined(path[end - 1])), 0)
+        before = self._joined[path[start - 1]][1] if start else None
+        shared = tuple(
+            path_pages(path[start:], matched, index, group, None if before is None else before[index])
+            for index, group in enumerate(groups)
+        )
+        if whole:
+            node = path[whole - 1]
+            self._joined[node] = node.pages, tuple(part.upto(node.end) for part in shared)
+            self._joined.move_to_end(node)
+            if len(self._joined) > _MAX_JOINED:
+                self._joined.popitem(last=False)
+        return shared
+
+    def _is_joined(self, node: Node) -> bool:
+        return node in self._joined and self._joined[node][0] is node.pages
 
 
 def miss_reasons(

@@ -297,9 +297,11 @@ def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None)
     return Walk(path, evicted_tail, matched, position)
 
 
-def path_pages(path: Sequence[Node], end: int, index: int, group: AttentionGroup) -> GroupPages:
+def path_pages(
+    path: Sequence[Node], end: int, index: int, group: AttentionGroup, before: GroupPages | None = None
+) -> GroupPages:
     """The pages of group `index` that going on at token `end` of a path from the root needs: those of all tokens before
-    it, or of as many as are within reach."""
+    it, or of as many as are within reach. `before`: those of the nodes above `path`, which begins further down."""
     start = group.needed_at(end)
     parts: list[GroupPages] = []
     for node in reversed(path) if start < end else ():
@@ -309,6 +311,8 @@ def path_pages(path: Sequence[Node], end: int, index: int, group: AttentionGroup
             parts.append(part if node.end <= end else part.upto(end))
             if node.start <= start:
                 break
+    if before is not None:
+        parts.append(before)
     if not parts:
         return GroupPages(group, end, np.empty(0, np.int32))
     return join(parts[::-1]).drop_before(start)
