@@ -150,13 +150,13 @@ def test_whatever_changes_in_the_trees_is_seen(change):
 def could(sim, num_pages):
     """Whether so many pages can be had for one of whom nothing is known, and whether that was counted anew."""
     cache, counted = sim.cache, []
-    count = type(cache.pinned).num_pages
-    cache.pinned.num_pages = lambda: counted.append(1) or count(cache.pinned)
+    count = type(cache.pinned).by_requests
+    cache.pinned.by_requests = lambda: counted.append(1) or count(cache.pinned)
     lease = cache.lookup(PLAIN, np.array([5] * 9, np.int64), "w", probe=True)
     try:
         return cache.could_free(lease, num_pages), len(counted)
     finally:
-        del cache.pinned.num_pages
+        del cache.pinned.by_requests
         cache.discard(lease)
 
 

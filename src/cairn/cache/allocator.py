@@ -284,14 +284,19 @@ class PinnedPages:
         need = (sequence.node, sequence.hit, sequence.matched, num_pages)
         if need in self._shortages:
             return False
-        if num_pages <= self.pool.num_pages - self.num_pages():
+        lists, evictable = self._lists(), self.pool.num_pages - num_pages
+        # those in several lists need not be told apart if there is room all the same
+        if sum(map(len, lists)) <= evictable or self.num_distinct(lists) <= evictable:
             return True
         self._shortages.add(need)
         return False
 
     def num_pages(self) -> int:
         """Distinct pages that sequences, the nodes they have locked, pins or unapplied steps refer to."""
-        return self.num_distinct(self.by_requests() + self.by_transfers() + self.by_steps())
+        return self.num_distinct(self._lists())
+
+    def _lists(self) -> list[Pages]:
+        return self.by_requests() + self.by_transfers() + self.by_steps()
 
     def by_requests(self) -> list[Pages]:
         """The page lists of sequences, of the nodes that they have locked and of pins for requests, some pages perhaps

@@ -89,10 +89,11 @@ class DivergenceStats:
     def _by_view(self, path: Lineage, positions: Ints) -> Iterator[Floats]:
         """`shares_from` by each view alone."""
         first = np.maximum(positions, path.start)
-        guess = _guess((path.end - first).clip(0) / (path.end - path.start or 1))
+        guess = _guess(np.maximum(path.end - first, 0) / (path.end - path.start or 1))
         for view, places in enumerate(self._arrays):
             scale, shift = _in_view(view, path)
-            seen = len(places) - places.searchsorted(path.start * scale + shift)
+            # a single place is sought several times as fast in a list
+            seen = len(places) - bisect_left(self._views[view], path.start * scale + shift)
             left = len(places) - places.searchsorted(first * scale + shift)
             yield (left + PRIOR * guess) / (seen + PRIOR)
 
@@ -105,10 +106,10 @@ class DivergenceStats:
 
         A prompt that leaves the path at b goes on from the deepest position p <= b and saves p - hit.
         """
-        shares = self.shares_from(path, np.append(candidates, fixed))
+        shares = self.shares_from(path, np.concatenate([candidates, fixed]))
         shares, fixed_shares = shares[: len(candidates)], shares[len(candidates) :]
         below = fixed.searchsorted(candidates)
-        above, until = np.append(fixed, hit)[below - 1], np.append(fixed_shares, 0.0)[below]
+        above, until = np.concatenate([fixed, [hit]])[below - 1], np.concatenate([fixed_shares, [0.0]])[below]
         if len(candidates) and pays(len(candidates) - 1, 0.0):  # all of them
             gains = np.diff(np.append(hit, candidates)) * -np.diff(np.append(shares, until[-1]))
             return dict(zip(candidates[::-1].tolist(), gains[::-1].tolist(), strict=True))

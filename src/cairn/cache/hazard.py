@@ -202,12 +202,11 @@ class HazardTable:
 
     def _summed(self, number: int) -> tuple[Floats, Floats]:
         """Each row with all rows below it."""
-        hits, risk = self._hits[:number].copy(), self._risk[:number].copy()
+        counts = np.concatenate([self._hits[:number], self._risk[:number]], axis=1)
         parents = np.array(self._parents)
         for level in reversed(self._levels[1:]):
-            np.add.at(hits, parents[level], hits[level])
-            np.add.at(risk, parents[level], risk[level])
-        return hits, risk
+            np.add.at(counts, parents[level], counts[level])
+        return counts[:, :BINS], counts[:, BINS:]
 
     def hazards(self, hits: Floats, risk: Floats) -> Floats:
         """Hits per unit of time from hits and time at risk, [rows, BINS]. A row has the shape of the one above it, at
@@ -252,8 +251,9 @@ class HazardTable:
         alive, time = np.ones((BINS + 1, len(hazards))), np.zeros((BINS + 1, len(hazards)))
         np.cumprod(survive, axis=0, out=alive[1:])
         np.cumsum(alive[:-1] * (1 - survive) / by_bin, axis=0, out=time[1:])
-        index = np.empty_like(hazards)
+        index = np.empty(by_bin.shape)
         for position in range(BINS):
             gained, waited = alive[position] - alive[position + 1 :], time[position + 1 :] - time[position]
-            index[:, position] = (gained / np.maximum(waited, 1e-9)).max(axis=0)
-        return index
+            np.divide(gained, np.maximum(waited, 1e-9, out=waited), out=gained)
+            gained.max(axis=0, out=index[position])
+        return index.T

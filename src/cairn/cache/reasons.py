@@ -1,7 +1,7 @@
 """Why a prompt's cached part is not longer: a closed list, and a hint for each reason. Each token that was not hit has
 exactly one reason, and a request the first of its tokens' reasons."""
 
-from collections.abc import Container
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -43,9 +43,12 @@ class Reason(StrEnum):
     """All that was seen before was cached; the rest is new."""
 
 
-def first_reason(reasons: Container[Reason]) -> Reason:
+_ORDER = tuple(Reason)
+
+
+def first_reason(reasons: Iterable[Reason]) -> Reason:
     """The first of `Reason` that is in `reasons`; NONE if none is."""
-    return next((reason for reason in Reason if reason in reasons), Reason.NONE)
+    return min(reasons, key=_ORDER.index, default=Reason.NONE)
 
 
 @dataclass(frozen=True, slots=True)
