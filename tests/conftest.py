@@ -41,9 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests and modules, which stay to the end: the garbage collector need not look at them each time."""
+    """Thousands of tests and modules, which stay to the end: the garbage collector need not look at them each time, nor
+    as often as in a program of a few objects."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

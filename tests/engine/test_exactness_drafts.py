@@ -31,6 +31,17 @@ def loaded(request, made_model) -> Loaded:
     return load(request.param, made_model)
 
 
+HEAD_FIRST = [
+    *first(1, DRAFTS.regular_families),
+    *map(long, DRAFTS.long_families),
+]
+PLAIN_FIRST = [
+    *first(1, ("lfm2", *(family for family in DRAFTS.regular_families if family != "lfm2"))),
+    *map(long, DRAFTS.long_families),
+]
+"""Where one of the two that every change has is enough: drafts of a head, and others."""
+
+
 def tokens_of(logits) -> list[int]:
     return [int(each.argmax()) for each in logits]
 
@@ -63,6 +74,7 @@ class Drafted:
         return self.engine.scheduler.state.counters.spec_decode.num_accepted_tokens
 
 
+@pytest.mark.parametrize("loaded", HEAD_FIRST, indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("length", "pattern"),
     first_of(
@@ -82,6 +94,7 @@ def test_an_answer_has_the_logits_that_it_has_without_drafts(loaded, length, pat
     assert (drafted.num_accepted > 0) is (pattern != "none")
 
 
+@pytest.mark.parametrize("loaded", PLAIN_FIRST, indirect=True, scope="module")
 @pytest.mark.parametrize("num_drafts", [1, more(2), more(13), 32])
 def test_chains_of_every_length_across_edges_of_chunks_and_pages(loaded, num_drafts):
     drafted = Drafted(loaded, num_drafts=num_drafts, block_size=48)
@@ -90,6 +103,7 @@ def test_chains_of_every_length_across_edges_of_chunks_and_pages(loaded, num_dra
     assert drafted.engine.runner.forward_passes <= 2 + -(-59 // (1 + num_drafts)) + 1
 
 
+@pytest.mark.parametrize("loaded", PLAIN_FIRST, indirect=True, scope="module")
 def test_requests_side_by_side(loaded):
     """Rows with drafts, rows without, and prompts in chunks in one batch."""
     drafted = Drafted(loaded, "rising", budget=150)
@@ -106,6 +120,7 @@ def test_requests_side_by_side(loaded):
     assert drafted.num_accepted > 0
 
 
+@pytest.mark.parametrize("loaded", HEAD_FIRST, indirect=True, scope="module")
 @pytest.mark.parametrize(("room", "steps"), first_of([(0, 3), (10_000, 2)], (0, 10_000), (1, 2, 3, 4)))
 def test_a_request_preempted_between_verify_and_fold(loaded, room, steps):
     drafted = Drafted(loaded)
@@ -164,6 +179,7 @@ def test_without_exact_tokens_are_the_same_and_logits_within_the_tolerance(loade
     assert drafted.num_accepted > 0
 
 
+@pytest.mark.parametrize("loaded", HEAD_FIRST, indirect=True, scope="module")
 @pytest.mark.parametrize(
     "params",
     [
