@@ -269,7 +269,7 @@ def one_by_one(path, seed, mode, num_pages, eviction="value"):
 
 @pytest.mark.parametrize(
     ("logged_mode", "modes"),
-    [("align", ("auto",)), pytest.param("auto", MODES, marks=LONG), pytest.param("align", MODES, marks=LONG)],
+    [more("align", ("auto",)), pytest.param("auto", MODES, marks=LONG), pytest.param("align", MODES, marks=LONG)],
 )
 def test_other_rules_give_what_a_server_with_these_rules_would_have(logged_mode, modes, tmp_path):
     """Where little fits, a hit more or less of one load is a hundredth of all: four have to be right together."""

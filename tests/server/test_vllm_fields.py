@@ -53,7 +53,7 @@ def without_volatile(value):
 
 
 @cache
-def tests_in(path):
+def text_and_tests(path):
     """A file's text, and the names of its tests."""
     text = (TESTS / path).read_text()
     return text, {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
@@ -65,7 +65,7 @@ def problems_of(server, endpoint, field, declared):
     body = BODIES[endpoint]
     if kind == "test":
         path, _, name = value.partition("::")
-        text, tests = tests_in(path)
+        text, tests = text_and_tests(path)
         if name not in tests or not re.search(rf"\b{field}\b", text):
             yield f"{path} has no test {name}, or says nothing of {field}"
         if field not in declared:
