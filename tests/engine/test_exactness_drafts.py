@@ -5,6 +5,7 @@ The reference is a core that caches nothing, drafts nothing and serves one reque
 """
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,7 @@ from doubles.drafters import KnowingDrafter, KnowingHead
 from engine.test_exactness import OTHER, PIECES, TEXT, TOLERANCE, Engine, Loaded, assert_same, load
 from engine.test_ranks_exactness import LoadedRanks
 from models.covered import DRAFTS
-from tiers import first, first_of, long, more
+from tiers import by_run, first, first_of, long, more
 
 PATTERNS = {
     "all": lambda proposal: 99,
@@ -77,10 +78,13 @@ class Drafted:
 @pytest.mark.parametrize("loaded", HEAD_FIRST, indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("length", "pattern"),
-    first_of(
+    by_run(
         [(1, "all"), (63, "rising"), (64, "alternating"), (65, "none"), (130, "all")],
-        (1, 2, 17, 63, 64, 65, 130),
-        PATTERNS,
+        [
+            *((1, "rising"), (2, "all"), (2, "none"), (17, "alternating"), (17, "rising"), (63, "none"), (64, "all")),
+            *((64, "rising"), (65, "alternating"), (130, "none"), (130, "rising")),
+        ],
+        product((1, 2, 17, 63, 64, 65, 130), PATTERNS),
     ),
 )
 def test_an_answer_has_the_logits_that_it_has_without_drafts(loaded, length, pattern):

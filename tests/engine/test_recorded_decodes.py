@@ -146,7 +146,6 @@ def check_addresses(twin):
     # Tensors of other tests' doubles have no memory of their own.
     kinds = torch.Tensor, torch.nn.Parameter
     storages = [each.untyped_storage() for each in gc.get_objects() if type(each) in kinds]
-    gc.freeze()
     places = np.array(sorted(places + [(each.data_ptr(), each.nbytes()) for each in storages]))
     pointers = 0
     for repeat in twin.repeats() + twin.repeats("fold"):

@@ -29,7 +29,7 @@ def alone(tiny_model):
         engine.logits[1] = []
         number = engine.submit(prompt, 8, temperature=1.0, seed=1)
         engine.run()
-        places = {(1, len(prompt) + number): each for number, each in enumerate(engine.logits[1])}
+        places = {(1, position): each for position, each in enumerate(engine.logits[1], len(prompt))}
         answers[prompt] = engine.requests[number].output, places
     for engine in ranks.engines:
         engine.runner.close()
