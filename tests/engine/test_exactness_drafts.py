@@ -32,15 +32,16 @@ def loaded(request, made_model) -> Loaded:
     return load(request.param, made_model)
 
 
-HEAD_FIRST = [
-    *first(1, DRAFTS.regular_families),
-    *map(long, DRAFTS.long_families),
-]
-PLAIN_FIRST = [
-    *first(1, ("lfm2", *(family for family in DRAFTS.regular_families if family != "lfm2"))),
-    *map(long, DRAFTS.long_families),
-]
-"""Where one of the two that every change has is enough: drafts of a head, and others."""
+def families(*names: str) -> list:
+    """The first of them for every change, these others for `make test-more`, all others for the long run."""
+    others = [family for family in DRAFTS.families if family not in names]
+    return [*first(1, names), *map(long, others)]
+
+
+EVERY = [*first(1, DRAFTS.regular_families), *map(long, DRAFTS.long_families)]
+HEAD_FIRST = families("nemotron_h+mtp", "lfm2", "qwen3_5+mtp", "gpt_oss")
+PLAIN_FIRST = families("lfm2", "nemotron_h+mtp", "qwen3_5_moe", "gemma4")
+"""For cases that are the scheduler's more than a family's: a model with a head first, and one without."""
 
 
 def tokens_of(logits) -> list[int]:
@@ -75,7 +76,7 @@ class Drafted:
         return self.engine.scheduler.state.counters.spec_decode.num_accepted_tokens
 
 
-@pytest.mark.parametrize("loaded", HEAD_FIRST, indirect=True, scope="module")
+@pytest.mark.parametrize("loaded", EVERY, indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("length", "pattern"),
     by_run(
