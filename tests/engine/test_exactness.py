@@ -4,7 +4,7 @@ The reference is a core that caches nothing and serves one request at a time.
 """
 
 from functools import cached_property
-from itertools import count, repeat
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -169,7 +169,8 @@ FAMILIES, LONG_FAMILIES = WHOLE_EXACTNESS.regular_families, WHOLE_EXACTNESS.long
     scope="module",
     params=[
         *first(1, FAMILIES),
-        *(marked(f"{name}@device") for marked, name in zip((more, *repeat(long)), FAMILIES, strict=False)),
+        more(f"{FAMILIES[0]}@device"),
+        *(long(f"{name}@device") for name in FAMILIES[1:]),
         *(pytest.param(name, marks=pytest.mark.long) for name in LONG_FAMILIES),
     ],
 )
