@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +22,11 @@ class Source:
     def room(self):
         """The part below `cairn`: a folder, or a module at the top."""
         return self.name.split(".")[1] if "." in self.name else ""
+
+    @cached_property
+    def nodes(self):
+        """All nodes of the tree: it takes most of a rule's time to find them."""
+        return tuple(ast.walk(self.tree))
 
     def at(self, node):
         return f"{self.name}:{node.lineno}"

@@ -83,6 +83,7 @@ def test_a_matrix_unit_that_the_system_does_not_give_is_not_there(monkeypatch, g
     assert {name for name, found in features.cpu_features.__wrapped__().items() if found} == left
 
 
+@pytest.mark.more
 def test_torch_and_compiled_code_obey_in_a_process_of_their_own() -> None:
     code = (
         "import cairn, torch, numba; from cairn.kernels import cpu; from cairn.kernels.cpu import vectors; "

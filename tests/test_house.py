@@ -54,7 +54,7 @@ def mutable_globals(modules):
         for name, annotation, value in bindings(module.tree):
             if is_mutable(value) and not (name == "__all__" or (name.isupper() and is_immutable_type(annotation))):
                 yield f"{module.at(value)} binds {name} to something mutable"
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Global):
                 yield f"{module.at(node)} rebinds {', '.join(node.names)}"
 
@@ -124,11 +124,11 @@ def asks_for_a_layer_kind(modules):
         node.name
         for module in modules
         if module.room in ("layers", "models")
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ClassDef)
     }
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             asked = {name_of(part).rpartition(".")[2] for part in asked_kinds(node)} & kinds
             if asked:
                 yield f"{module.at(asked_at(node))} asks whether something is a {', '.join(sorted(asked))}"
@@ -165,7 +165,7 @@ def runs_data(modules):
         for found in imports(module):
             if any(within(found.target, name) for name in (*UNSAFE_MODULES, "torch.load", "yaml.load")):
                 yield f"{module.name}:{found.line} imports {found.target}"
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Call):
                 if name_of(node.func).removeprefix("builtins.") in UNSAFE_CALLS:
                     yield f"{module.at(node)} calls {name_of(node.func)}"
@@ -191,7 +191,7 @@ def http_client_keeps_state(modules):
         for found in imports(module):
             if any(within(found.target, name) for name in OTHER_HTTP_CLIENTS):
                 yield f"{module.name}:{found.line} imports {found.target}"
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Call) and name_of(node.func) in ("httpx.Client", "httpx.AsyncClient"):
                 given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                 safe = {"cookies": "no_cookies()", "trust_env": "False", "follow_redirects": "False"}
@@ -206,7 +206,7 @@ def large_records(modules):
     """No record has more than MOST_FIELDS fields, but those whose fields somebody else has named: settings,
     config.json, bodies and lines of files."""
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef) and node.name not in NAMED_ELSEWHERE:
                 fields = [
                     one

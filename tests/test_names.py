@@ -20,9 +20,9 @@ def read_old_names() -> set[tuple[str, str]]:
     return {(room, name) for room, name in (line.split() for line in lines if line and line[0] != "#")}
 
 
-def identifiers(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+def identifiers(module: Source) -> Iterator[tuple[str, ast.AST]]:
     """Every name that a module binds or uses, parts of imported modules and keywords included."""
-    for node in ast.walk(tree):
+    for node in module.nodes:
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield name, node
@@ -34,7 +34,7 @@ def identifiers(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
 
 def old_names(modules, old):
     for module in modules:
-        for name, node in identifiers(module.tree):
+        for name, node in identifiers(module):
             if (module.room, name) in old or ("*", name) in old:
                 yield f"{module.at(node)} calls something {name}, which is called otherwise now"
 
@@ -88,7 +88,7 @@ def words_and_docstrings(module: Source) -> tuple[set[str], list[ast.Constant]]:
     """What docstrings of the module's room may name: its identifiers, and what is in its strings (JSON fields, flags,
     tensors, attributes by name). And its docstrings, and the strings after attributes, which describe them."""
     words, docstrings = set(module.name.split(".")), {}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Constant):
             if isinstance(node.value, str) and id(node) not in docstrings:
                 words.update(re.findall(r"\w+", node.value))

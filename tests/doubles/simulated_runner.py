@@ -306,20 +306,28 @@ class SimulatedRunner(StepRunner):
         return tag
 
     def _read_span(self, group: AttentionGroup, pages: Sequence[int], start: int, end: int) -> int:
-        """The sum of the tags of tokens [start, end)."""
-        places = (divmod(token, group.tokens_per_page) for token in range(start, end))
-        return sum(self._read(group, pages[page], offset) for page, offset in places)
+        """The sum of the tags of tokens [start, end). A context is read in each step: whole pages are summed once."""
+        size, total = group.tokens_per_page, 0
+        for index in range(start // size, -(-end // size)):
+            page, first, last = pages[index], max(0, start - index * size), min(size, end - index * size)
+            if last - first < size:
+                total += self._sum(page, first, last)
+            else:
+                if page not in self._sums:
+                    self._sums[page] = self._sum(page, 0, size)
+                total += self._sums[page]
+        return total
 
     def _read_first(self, group: AttentionGroup, pages: Sequence[int], count: int) -> int:
-        """The sum of the tags of the first `count` tokens in `pages`. A context is read in each step: whole pages are
-        summed up once."""
-        whole, rest = divmod(count, group.tokens_per_page)
-        found = sum(self._read(group, pages[whole], offset) for offset in range(rest))
-        for page in pages[:whole]:
-            if page not in self._sums:
-                self._sums[page] = sum(self._read(group, page, offset) for offset in range(group.tokens_per_page))
-            found += self._sums[page]
-        return found
+        """The sum of the tags of the first `count` tokens in `pages`."""
+        return self._read_span(group, pages, 0, count)
+
+    def _sum(self, page: int, first: int, end: int) -> int:
+        """The sum of the tags of its tokens [first, end)."""
+        tags = self._tags.get(page, ())[first:end]
+        if len(tags) < end - first or None in tags:
+            raise LookupError(f"a token in [{first}, {end}) of page {page} was never written")
+        return sum(tags)
 
     def _write(self, group: AttentionGroup, page: int, offset: int, tag: int) -> None:
         self._files.pop(page, None)

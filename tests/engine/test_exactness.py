@@ -37,7 +37,7 @@ from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 from doubles.counted_device import counted_device, counted_kernels
 from doubles.engine_requests import generate_request
 from models.covered import WHOLE_EXACTNESS
-from tiers import first, first_of, more
+from tiers import first, first_of, long, more
 
 TEXT = tuple(np.random.default_rng(7).integers(20, 4000, 500).tolist())
 OTHER = tuple(np.random.default_rng(8).integers(20, 4000, 500).tolist())
@@ -169,7 +169,8 @@ FAMILIES, LONG_FAMILIES = WHOLE_EXACTNESS.regular_families, WHOLE_EXACTNESS.long
     scope="module",
     params=[
         *first(1, FAMILIES),
-        *(more(f"{name}@device") for name in FAMILIES),
+        more(f"{FAMILIES[0]}@device"),
+        *(long(f"{name}@device") for name in FAMILIES[1:]),
         *(pytest.param(name, marks=pytest.mark.long) for name in LONG_FAMILIES),
     ],
 )

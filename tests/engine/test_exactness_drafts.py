@@ -5,6 +5,7 @@ The reference is a core that caches nothing, drafts nothing and serves one reque
 """
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,7 @@ from doubles.drafters import KnowingDrafter, KnowingHead
 from engine.test_exactness import OTHER, PIECES, TEXT, TOLERANCE, Engine, Loaded, assert_same, load
 from engine.test_ranks_exactness import LoadedRanks
 from models.covered import DRAFTS
-from tiers import first, first_of, long, more
+from tiers import by_run, first, first_of, long, more
 
 PATTERNS = {
     "all": lambda proposal: 99,
@@ -29,6 +30,18 @@ PATTERNS = {
 @pytest.fixture(scope="module", params=[*first(2, DRAFTS.regular_families), *map(long, DRAFTS.long_families)])
 def loaded(request, made_model) -> Loaded:
     return load(request.param, made_model)
+
+
+def families(*names: str) -> list:
+    """The first of them for every change, these others for `make test-more`, all others for the long run."""
+    others = [family for family in DRAFTS.families if family not in names]
+    return [*first(1, names), *map(long, others)]
+
+
+EVERY = [*first(1, DRAFTS.regular_families), *map(long, DRAFTS.long_families)]
+HEAD_FIRST = families("nemotron_h+mtp", "lfm2", "qwen3_5+mtp", "gpt_oss")
+PLAIN_FIRST = families("lfm2", "nemotron_h+mtp", "qwen3_5_moe", "gemma4")
+"""For cases that are the scheduler's more than a family's: a model with a head first, and one without."""
 
 
 def tokens_of(logits) -> list[int]:
@@ -63,12 +76,16 @@ class Drafted:
         return self.engine.scheduler.state.counters.spec_decode.num_accepted_tokens
 
 
+@pytest.mark.parametrize("loaded", EVERY, indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("length", "pattern"),
-    first_of(
+    by_run(
         [(1, "all"), (63, "rising"), (64, "alternating"), (65, "none"), (130, "all")],
-        (1, 2, 17, 63, 64, 65, 130),
-        PATTERNS,
+        [
+            *((1, "rising"), (2, "all"), (2, "none"), (17, "alternating"), (17, "rising"), (63, "none"), (64, "all")),
+            *((64, "rising"), (65, "alternating"), (130, "none"), (130, "rising")),
+        ],
+        product((1, 2, 17, 63, 64, 65, 130), PATTERNS),
     ),
 )
 def test_an_answer_has_the_logits_that_it_has_without_drafts(loaded, length, pattern):
@@ -82,6 +99,7 @@ def test_an_answer_has_the_logits_that_it_has_without_drafts(loaded, length, pat
     assert (drafted.num_accepted > 0) is (pattern != "none")
 
 
+@pytest.mark.parametrize("loaded", PLAIN_FIRST, indirect=True, scope="module")
 @pytest.mark.parametrize("num_drafts", [1, more(2), more(13), 32])
 def test_chains_of_every_length_across_edges_of_chunks_and_pages(loaded, num_drafts):
     drafted = Drafted(loaded, num_drafts=num_drafts, block_size=48)
@@ -90,6 +108,7 @@ def test_chains_of_every_length_across_edges_of_chunks_and_pages(loaded, num_dra
     assert drafted.engine.runner.forward_passes <= 2 + -(-59 // (1 + num_drafts)) + 1
 
 
+@pytest.mark.parametrize("loaded", PLAIN_FIRST, indirect=True, scope="module")
 def test_requests_side_by_side(loaded):
     """Rows with drafts, rows without, and prompts in chunks in one batch."""
     drafted = Drafted(loaded, "rising", budget=150)
@@ -106,6 +125,7 @@ def test_requests_side_by_side(loaded):
     assert drafted.num_accepted > 0
 
 
+@pytest.mark.parametrize("loaded", HEAD_FIRST, indirect=True, scope="module")
 @pytest.mark.parametrize(("room", "steps"), first_of([(0, 3), (10_000, 2)], (0, 10_000), (1, 2, 3, 4)))
 def test_a_request_preempted_between_verify_and_fold(loaded, room, steps):
     drafted = Drafted(loaded)
@@ -164,6 +184,7 @@ def test_without_exact_tokens_are_the_same_and_logits_within_the_tolerance(loade
     assert drafted.num_accepted > 0
 
 
+@pytest.mark.parametrize("loaded", HEAD_FIRST, indirect=True, scope="module")
 @pytest.mark.parametrize(
     "params",
     [

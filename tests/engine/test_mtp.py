@@ -20,6 +20,7 @@ from cairn.scheduler.preempt import preempt
 from cairn.scheduler.speculation import SpeculativeConfig
 from doubles.drafters import KnowingHead
 from doubles.engine_requests import NEVER, generate_request
+from doubles.grammar_children import shared_grammar_child
 from engine.test_exactness import OTHER, TEXT, Engine, Loaded, assert_same, load
 from engine.test_exactness_drafts import Drafted, tokens_of
 from models.published_qwen3_5 import QWEN35
@@ -169,6 +170,12 @@ def test_a_request_preempted_while_its_head_drafts(loaded, room):
     drafted.engine.run()
     assert drafted.engine.requests[number].output == tokens_of(expected)
     assert isinstance(drafted.drafter, KnowingHead) and drafted.drafter.num_made > 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grammar_child():
+    with shared_grammar_child():
+        yield
 
 
 SCHEMA = {"type": "object", "properties": {"color": {"enum": ["red", "green"]}}, "required": ["color"]}

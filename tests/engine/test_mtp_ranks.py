@@ -18,13 +18,13 @@ from doubles.engine_requests import generate_request
 from engine.test_exactness import OTHER, TEXT, assert_same
 from engine.test_exactness_drafts import Drafted, tokens_of
 from engine.test_ranks_exactness import LoadedRanks
-from tiers import more
+from tiers import long, more
 
 MTP = SpeculativeConfig(method="mtp")
 RANKS = [("qwen3_5+mtp", 2), ("nemotron_h+mtp", 2), ("nemotron_h+mtp", 4), ("qwen3_5_moe+mtp", 4)]
 
 
-@pytest.fixture(scope="module", params=[RANKS[0], *map(more, RANKS[1:])], ids=str)
+@pytest.fixture(scope="module", params=[RANKS[0], long(RANKS[1]), *map(more, RANKS[2:])], ids=str)
 def several(request, made_model) -> Iterator[LoadedRanks]:
     family, size = request.param
     loaded = LoadedRanks(open_model(made_model(family)).with_head(), size)

@@ -44,7 +44,7 @@ def branch(name: str) -> bool:
 @pytest.mark.parametrize(
     ("seed", "kind"),
     [
-        *((0, kind) if kind in ("agent", "mixed") else more(0, kind) for kind in KINDS),
+        *((0, kind) if kind == "mixed" else more(0, kind) for kind in KINDS),
         *(more(3, kind) for kind in KINDS),
         *(pytest.param(seed, kind, marks=LONG) for seed in range(4, 12) for kind in KINDS),
     ],
@@ -72,9 +72,9 @@ def test_with_room_for_all_every_request_hits_the_same(kind, tmp_path):
     ("mode", "fields"),
     [
         ("align", {}),
-        ("junction", {}),
         ("auto", {"exact": True}),
-        ("auto", {"eviction": "lru"}),
+        more("junction", {}),
+        more("auto", {"eviction": "lru"}),
         more("all", {}),
         more("granular", {}),
         more("align", {"exact": True}),
@@ -129,8 +129,8 @@ class _ToolUsers(LoggedServer):
 @pytest.mark.parametrize(
     ("seed", "kind", "fields"),
     [
-        (0, "agent", {}),
         (1, "chat", {"max_in_flight": 2}),
+        more(0, "agent", {}),
         *(more(seed, kind, {}) for seed in range(2, 5) for kind in ("mixed", "agent")),
     ],
 )
@@ -168,7 +168,7 @@ def test_what_clients_hold_ends_at_the_same_time(tmp_path):
     assert_agrees(server, tmp_path / "log")
 
 
-@pytest.mark.parametrize(("seed", "num_pages"), [(1, 100), (2, 100), *(more(seed, 80) for seed in range(3, 9))])
+@pytest.mark.parametrize(("seed", "num_pages"), [(1, 100), more(2, 100), *(more(seed, 80) for seed in range(3, 9))])
 def test_of_a_pool_that_hardly_holds_what_runs(seed, num_pages, tmp_path):
     server = LoggedServer(tmp_path / "log", num_pages=num_pages)
     serve(server, Load(seed), "chat", requests=150)
@@ -178,7 +178,7 @@ def test_of_a_pool_that_hardly_holds_what_runs(seed, num_pages, tmp_path):
     assert_agrees(server, tmp_path / "log")
 
 
-@pytest.mark.parametrize(("kind", "num_pages"), [("mixed", POOL), ("chat", 100)])
+@pytest.mark.parametrize(("kind", "num_pages"), [("mixed", POOL), more("chat", 100)])
 def test_two_steps_at_a_time(kind, num_pages, tmp_path):
     """As a GPU's server has them."""
     server = LoggedServer(tmp_path / "log", num_pages=num_pages, max_in_flight=2)
@@ -269,7 +269,7 @@ def one_by_one(path, seed, mode, num_pages, eviction="value"):
 
 @pytest.mark.parametrize(
     ("logged_mode", "modes"),
-    [("align", ("auto",)), pytest.param("auto", MODES, marks=LONG), pytest.param("align", MODES, marks=LONG)],
+    [more("align", ("auto",)), pytest.param("auto", MODES, marks=LONG), pytest.param("align", MODES, marks=LONG)],
 )
 def test_other_rules_give_what_a_server_with_these_rules_would_have(logged_mode, modes, tmp_path):
     """Where little fits, a hit more or less of one load is a hundredth of all: four have to be right together."""

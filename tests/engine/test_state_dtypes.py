@@ -32,7 +32,7 @@ def engine_of(folder, dtype, **config) -> Engine:
     return Engine(folder, **{"exact": False, "mamba_ssm_cache_dtype": dtype, "speculative": NO_DRAFTS} | config)
 
 
-@pytest.fixture(params=first(2, STATES.families))
+@pytest.fixture(params=first(1, STATES.families))
 def folder(request, made_model):
     return made_model(request.param)
 

@@ -16,6 +16,7 @@ from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
 from doubles.engine_requests import NEVER, generate_request
+from doubles.grammar_children import shared_grammar_child
 from tiers import more
 
 PROMPT = np.random.default_rng(3).integers(20, 4000, 90)
@@ -82,6 +83,12 @@ class Turned:
 
     def close(self):
         self.core.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grammar_child():
+    with shared_grammar_child():
+        yield
 
 
 @pytest.fixture

@@ -173,7 +173,7 @@ def truth(free, tiny_model, num_tokens):
     return found
 
 
-@pytest.mark.parametrize("num_tokens", [0, 9, more(1)])
+@pytest.mark.parametrize("num_tokens", [0, *map(more, (9, 1))])
 def test_what_follows_is_what_follows_a_prompt_that_ends_so(tiny_model, truth, num_tokens):
     thinking = ThinkingBudget(num_tokens=num_tokens, start="<think>", end="</think>", is_open=True)
     engine = Engine(tiny_model)

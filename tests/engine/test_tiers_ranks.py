@@ -9,11 +9,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 from tiered_engine import OTHER, TEXT, cached, tiered_engines
-from turned_engine import Engine, answer
+from turned_engine import answer
 
 from cairn.cache.reasons import Reason
+from cairn.models.registry import open_model
 from cairn.scheduler.preempt import preempt
 from cairn.tiers import promotion
+from engine.test_ranks_exactness import LoadedRanks
 
 RANKS = {"tensor_parallel_size": 2, "exact": True}
 TURNS = [TEXT[:300], TEXT[:300] + OTHER[:50], TEXT[:128] + OTHER[:70], TEXT]
@@ -21,13 +23,18 @@ TURNS = [TEXT[:300], TEXT[:300] + OTHER[:50], TEXT[:128] + OTHER[:70], TEXT]
 
 @pytest.fixture(scope="module")
 def alone(tiny_model):
-    """Answers and logits of two ranks without a cache, by prompt."""
-    plain, found = Engine(tiny_model, enable_prefix_caching=False, **RANKS), {}
+    """Answers and logits of two ranks without a cache, by prompt. The ranks are threads: that takes less to start."""
+    ranks, answers = LoadedRanks(open_model(tiny_model), 2), {}
     for prompt in TURNS:
-        plain.logits.clear()
-        found[prompt] = answer(plain.ask(prompt)), dict(plain.logits)
-    plain.core.close()
-    return found
+        engine = ranks.engine(None)
+        engine.logits[1] = []
+        number = engine.submit(prompt, 8, temperature=1.0, seed=1)
+        engine.run()
+        places = {(1, position): each for position, each in enumerate(engine.logits[1], len(prompt))}
+        answers[prompt] = engine.requests[number].output, places
+    for engine in ranks.engines:
+        engine.runner.close()
+    return answers
 
 
 @pytest.fixture

@@ -119,6 +119,7 @@ def test_several_processes_run_all_that_can_be_run(tmp_path: Path) -> None:
         "PYTHONPATH": str(root),
         "GPU_TESTS_PASSED": str(tmp_path / "made" / "passed"),
         "GPU_TESTS_SECONDS": "100",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     options = ["-q", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
     command = [sys.executable, str(root / "kernels" / "gpu_run.py"), "--workers", "2", *options, "test_some.py"]

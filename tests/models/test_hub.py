@@ -32,9 +32,12 @@ OTHERS = {
 }
 FIND = """
 import sys
+import time
 from pathlib import Path
 from cairn.errors import CairnError
 from cairn.models.weights import hub
+# between two tries the library waits, up to eight seconds
+time.sleep = lambda seconds: None
 {before}
 find, revision, folder, *names = sys.argv[1:]
 for name in names:

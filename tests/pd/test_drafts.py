@@ -162,7 +162,7 @@ def heads_own_drafts(server, prompt):
 
 def test_a_server_that_drafts_with_a_head_and_one_that_does_not_do_not_pair(made_model, caplog):
     folder, fabric, prompt = made_model("qwen3_5+mtp"), MemoryFabric(), TEXT[:70]
-    p = RealServer(folder, fabric, "p", {"lease_seconds": 3.0}, speculative=MTP)
+    p = RealServer(folder, fabric, "p", {"lease_seconds": 1.0}, speculative=MTP)
     d = RealServer(folder, fabric, "d", speculative=SpeculativeConfig(method="suffix"))
     assert p.core.info.cache.bytes_per_token > d.core.info.cache.bytes_per_token
     with caplog.at_level(logging.WARNING):

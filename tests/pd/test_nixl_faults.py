@@ -18,15 +18,12 @@ from nixl_world import Round, World, world_of
 
 from server.test_hostile_transfers import BODY, CHANGES, FOREIGN, GONE, PATHS, VALUES, ask, check, said
 from server.test_real_engine import Served
-from tiers import first
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="the extra nixl is not installed")
 
 ROUNDS = 3
 MORE_ROUNDS = 12
 LEASE_SECONDS = 51.0
-_FIRST = (nixl_faults.client_gone, nixl_faults.hand_over_after_a_restart)
-ORDER = sorted(FAULTS, key=lambda fault: fault not in _FIRST)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +32,8 @@ def world(tiny_model):
         yield made
 
 
-@pytest.mark.parametrize("fault", first(1, ORDER), ids=lambda fault: fault.__name__)
+@pytest.mark.more
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_nothing_hangs_and_nothing_is_wrong(world, fault):
     times = Counter()
     for seed in range(ROUNDS + MORE_ROUNDS):

@@ -24,7 +24,8 @@ OTHERS = [
 @pytest.mark.parametrize(("other", "paired"), first(2, OTHERS))
 def test_only_servers_with_the_same_quantization_exchange_pages(made_model, caplog, other, paired):
     folder, fabric, length = made_model("qwen3_5"), MemoryFabric(), 128
-    p = RealServer(folder, fabric, "p", {"lease_seconds": 3.0}, **PREFILL)
+    # what is not fetched is held to the lease's end
+    p = RealServer(folder, fabric, "p", {"lease_seconds": 3.0 if paired else 1.0}, **PREFILL)
     d = RealServer(folder, fabric, "d", **PREFILL | other)
     one = RealServer(folder, None, "alone", enable_prefix_caching=False, **PREFILL | other)
     with caplog.at_level(logging.WARNING):

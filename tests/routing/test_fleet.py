@@ -76,8 +76,7 @@ def policy():
 # -- one replica is a replay -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", [SHIPPED, "round robin"])
-@pytest.mark.parametrize("budget_bytes", [BIG, 90 * 1024])
+@pytest.mark.parametrize(("rule", "budget_bytes"), [(SHIPPED, 90 * 1024), ("round robin", BIG)])
 def test_one_replica_hits_what_a_replay_hits(rule, budget_bytes):
     trace = chats()
     replay = Replay(LAYOUT, budget_bytes, policy(), 8192, ManualClock()).run(trace)
@@ -121,7 +120,7 @@ def test_with_one_cache_for_all_each_request_hits_what_one_cache_has():
     assert np.bincount(outcome.replica).min() >= 10, "and goes where least work waits"
 
 
-@pytest.mark.parametrize("rule", first(2, [SHIPPED, *BASELINES]))
+@pytest.mark.parametrize("rule", first(1, [SHIPPED, *BASELINES]))
 def test_the_same_seed_gives_the_same_run(rule):
     first, second = (run(rule, chats(), copies=2, speedup=5.0, seed=3)[1] for _ in range(2))
     for name in ("replica", "cached", "ttft"):

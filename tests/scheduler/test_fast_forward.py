@@ -1,5 +1,7 @@
 """Steps that are skipped leave everything as if each had been planned and applied."""
 
+from itertools import product
+
 import pytest
 from driver import Driver
 
@@ -7,6 +9,7 @@ from cairn.cache.audit import audit
 from cairn.scheduler.request import Phase
 from cairn.step import SampledToken
 from doubles.step_results import step_result
+from tiers import by_run
 
 PROMPTS = [range(100), range(100, 117), [*range(60), *range(500, 530)], range(700, 760), range(900, 980)]
 ANSWERS = (150, 90, 40, 200, 130)
@@ -47,8 +50,14 @@ def nodes(driver):
     return sorted(found)
 
 
-@pytest.mark.parametrize("mode", ["auto", "align", "junction", None])
-@pytest.mark.parametrize(("num_pages", "max_num_seqs"), [(400, 8), (400, 2), (60, 8), (34, 3)])
+MODES, SIZES = ("auto", "align", "junction", None), ((400, 8), (400, 2), (60, 8), (34, 3))
+SOME = ((400, 8, "auto"), (400, 8, None), (400, 2, "align"), (60, 8, "junction"), (60, 8, "auto"))
+SOME += ((34, 3, "align"), (34, 3, None))
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "max_num_seqs", "mode"), by_run(SOME, (), ((*sizes, mode) for sizes, mode in product(SIZES, MODES)))
+)
 def test_what_comes_of_it_is_the_same(mode, num_pages, max_num_seqs):
     drivers = [Driver(mode, num_pages, max_num_seqs=max_num_seqs) for _ in range(3)]
     outcomes = []

@@ -1,11 +1,14 @@
 """Decodes with nothing but a token to them go a short way through the scheduler; what comes of it is the same."""
 
+from itertools import product
+
 import pytest
 from driver import Driver
 
 from cairn.scheduler import advance, plan_builder
 from cairn.step import TokenMask
 from cairn.types import SamplingParams
+from tiers import by_run
 
 PROMPTS = [range(100), range(100, 117), [*range(60), *range(500, 530)]]
 BLOCK, DECODES = 16, 200
@@ -39,9 +42,14 @@ def run(num_pages, max_in_flight, mode, **config):
     return [records(plan) for plan in driver.plans], [driver.output(f"r{number}") for number in (1, 2, 3)], preemptions
 
 
-@pytest.mark.parametrize("mode", ["auto", "align", "junction", None])
-@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
-@pytest.mark.parametrize("num_pages", [400, 30])
+SOME = ((400, 1, "auto"), (400, 2, None), (400, 3, "junction"), (400, 2, "align"))
+SOME += ((30, 1, "align"), (30, 2, "auto"), (30, 3, None), (30, 2, "junction"), (30, 3, "auto"))
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "max_in_flight", "mode"),
+    by_run(SOME, (), product((400, 30), (1, 2, 3), ("auto", "align", "junction", None))),
+)
 def test_plans_are_the_same_as_by_the_long_way(monkeypatch, num_pages, max_in_flight, mode):
     plans, answers, preemptions = run(num_pages, max_in_flight, mode)
     assert (preemptions > 0) is (num_pages == 30), "preemption is a part of this"

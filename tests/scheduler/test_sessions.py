@@ -12,6 +12,7 @@ from cairn.engine.contract import EngineConfig
 from cairn.scheduler import sessions, turns
 from cairn.scheduler.sessions import SESSION_CLASSES, SessionService
 from cairn.scheduler.turns import MAX_BYPASSED, MAX_BYPASSED_BY_SESSION
+from tiers import more
 
 
 @pytest.fixture(autouse=True)
@@ -115,20 +116,24 @@ def test_priorities_come_before_sessions():
     assert [each for each in order_of(driver) if each not in before] == names
 
 
-@settings(max_examples=12, deadline=None)
-@given(**MIXES)
-def test_nobody_starves_and_nothing_else_changes(seed, bound, pages, seqs, exact):
+@pytest.mark.parametrize("max_examples", [4, more(12)])
+def test_nobody_starves_and_nothing_else_changes(max_examples, monkeypatch):
     """Sessions of all kinds in small pools."""
-    rng = np.random.default_rng(seed)
 
-    def names(number):
-        session = ("", "all", f"only {number}", f"s{number % 3}")[int(rng.integers(4))]
-        return {"session": session, "client": "ab"[int(rng.integers(2))]}
+    @settings(max_examples=max_examples, deadline=None)
+    @given(**MIXES)
+    def check(seed, bound, pages, seqs, exact):
+        rng = np.random.default_rng(seed)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "MAX_BYPASSED_BY_SESSION", bound)
+        def names(number):
+            session = ("", "all", f"only {number}", f"s{number % 3}")[int(rng.integers(4))]
+            return {"session": session, "client": "ab"[int(rng.integers(2))]}
+
+        monkeypatch.setattr(turns, "MAX_BYPASSED_BY_SESSION", bound)
         driver = by_session(pages, max_num_seqs=seqs, exact=exact)
         check_only_the_order_changes(driver, rng, seed, bound, names)
+
+    check()
 
 
 @pytest.mark.parametrize("bound", [0, 1, 5])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cairn.scheduler import turns
 from cairn.scheduler.turns import MAX_BYPASSED
+from tiers import more
 
 PROMPT = 320
 
@@ -125,14 +126,18 @@ def check_only_the_order_changes(driver: Driver, rng: np.random.Generator, seed:
         assert driver.requests[name].place.num_bypassed <= bound
 
 
-@settings(max_examples=12, deadline=None)
-@given(**MIXES)
-def test_it_changes_nothing_but_the_order(seed, bound, pages, seqs, exact):
+@pytest.mark.parametrize("max_examples", [4, more(12)])
+def test_it_changes_nothing_but_the_order(max_examples, monkeypatch):
     """In small pools."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "MAX_BYPASSED", bound)
+
+    @settings(max_examples=max_examples, deadline=None)
+    @given(**MIXES)
+    def check(seed, bound, pages, seqs, exact):
+        monkeypatch.setattr(turns, "MAX_BYPASSED", bound)
         driver = Driver(num_pages=pages, max_num_seqs=seqs, max_num_batched_tokens=512, exact=exact)
         check_only_the_order_changes(driver, np.random.default_rng(seed), seed, bound, lambda number: {})
+
+    check()
 
 
 def test_the_bound_is_what_the_help_says():

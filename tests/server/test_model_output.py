@@ -10,6 +10,7 @@ import pytest
 
 from doubles.byte_tokenizer import ByteTokenizer
 from server.asking import CALL, SCHEMA, XML
+from tiers import more
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 FUNCTION = {"name": "weather", "parameters": SCHEMA}
@@ -284,8 +285,9 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("form", sorted(FORMS))
-@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize(
+    ("form", "is_named"), [*((form, False) for form in FORMS), ("lfm2", True), more("granite4", True)]
+)
 def test_forms_of_calls_follow_from_the_template_or_the_flag(serving, form, is_named):
     server = serving("", tool_call_parser=form) if is_named else serving(TEMPLATES[form])
     text = f"So.\n{FORMS[form]}\n{FORMS[form]}"
@@ -311,8 +313,8 @@ MESSAGES_OF_HARMONY = (
     ("template", "options"),
     [
         (HARMONY, {}),
-        ("", {"tool_call_parser": "openai"}),
-        ("", {"reasoning_parser": "openai_gptoss"}),
+        more("", {"tool_call_parser": "openai"}),
+        more("", {"reasoning_parser": "openai_gptoss"}),
         ("<think>", {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}),
     ],
 )

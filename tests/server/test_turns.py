@@ -29,7 +29,7 @@ from tiers import by_run
 SLACK = 6
 """Tokens between what could be hit and what is, at most."""
 SHARE = 0.97
-QUESTIONS, ROUNDS = 4, 2
+QUESTIONS, ROUNDS = 3, 2
 SYSTEM = "You work on a repository of stones and cairns. " * 8
 
 

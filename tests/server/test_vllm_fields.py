@@ -9,6 +9,7 @@
 import ast
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,14 +52,20 @@ def without_volatile(value):
     return [without_volatile(one) for one in value] if isinstance(value, list) else value
 
 
+@cache
+def text_and_tests(path):
+    """A file's text, and the names of its tests."""
+    text = (TESTS / path).read_text()
+    return text, {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+
+
 def problems_of(server, endpoint, field, declared):
     """What its status promises and the server does not do."""
     ((kind, value),) = status_of(endpoint, field).items()
     body = BODIES[endpoint]
     if kind == "test":
         path, _, name = value.partition("::")
-        text = (TESTS / path).read_text()
-        tests = {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)}
+        text, tests = text_and_tests(path)
         if name not in tests or not re.search(rf"\b{field}\b", text):
             yield f"{path} has no test {name}, or says nothing of {field}"
         if field not in declared:
