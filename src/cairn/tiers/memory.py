@@ -51,10 +51,9 @@ class ReusedMemory:
     def rows(self, num_rows: int, row_bytes: int) -> PageBytes:
         """uint8 [num_rows, row_bytes], of any contents."""
         num_bytes = num_rows * row_bytes
-        try:
-            memory = self._free.pop()
-        except IndexError:
-            memory = None
+        if not num_bytes:
+            return np.empty((num_rows, row_bytes), np.uint8)
+        memory = self._free.pop() if self._free else None
         if memory is None or len(memory) < num_bytes:
             memory = map_memory(num_bytes)
         # views of it keep it alive, whatever they are views of
