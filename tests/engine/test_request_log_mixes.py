@@ -25,8 +25,8 @@ POOL = 300
 
 @pytest.fixture(autouse=True)
 def same_key(monkeypatch):
-    """With a key that is drawn, two sequences that diverge seem to share a token more once in 65,536 times, and in a run
-    of some hundreds that decides. With this one no two of these do where it counts."""
+    """With a key that is drawn, two sequences that diverge seem to share a token more once in 65,536 times, which in
+    a run of some hundreds decides. With this one no two of these do where it counts."""
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
 
 
