@@ -42,7 +42,8 @@ class TierMemory(Protocol):
 
 class ReusedMemory:
     """Memory for copies, used again once nobody has an array in it: the first touch of new memory takes longer than the
-    copy, and a huge page of it at once, 2 ns a byte on some virtual machines. Keeps `num_kept` pieces at most."""
+    copy, and a huge page of it at once, 2 ns a byte on some virtual machines. Keeps `num_kept` pieces at most. One
+    thread asks for it, and any lets go of it."""
 
     def __init__(self, num_kept: int = 2) -> None:
         self._num_kept = num_kept
