@@ -40,18 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("long")
 
 
-def pytest_collectstart() -> None:
-    """Until all is collected hardly anything goes that was made."""
-    gc.disable()
-
-
 def pytest_collection_finish() -> None:
-    """Thousands of tests and modules, which stay to the end: the garbage collector need not look at them each time, nor
-    as often as in a program of a few objects."""
+    """Thousands of tests and modules, which stay to the end: the garbage collector need not look at them each time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000)
-    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -9,6 +9,7 @@ there; what was allocated meanwhile is filled with rubbish before and after ever
 it. What would wait for a number, and what copies from the host, is refused.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -142,8 +143,14 @@ class RecordedGraphs:
         with graph, _recorded_kernels(graph), _recorded_collectives(graph):
             run()
         self.num_captured += 1
+        has_collected = False
 
         def replay() -> None:
+            nonlocal has_collected
+            if not has_collected:
+                # what nobody has kept is gone, also where it was part of a circle
+                gc.collect()
+                has_collected = True
             self.num_replays += 1
             graph.replay()
 
