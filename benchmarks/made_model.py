@@ -5,7 +5,9 @@ for what is to be measured in seconds on a CPU. `medium` is tiny, twice as wide:
 """
 
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +23,7 @@ __all__ = [
     "NARROW",
     "PEER_SHAPES",
     "PUBLISHED_VOCABULARY",
+    "given_or_made",
     "make_heavy_model",
     "make_peer_model",
     "make_sized_model",
@@ -143,6 +146,18 @@ def make_peer_model(out: Path, *, size: str, vocab_size: int | None, seed: int) 
         widen_vocabulary(out / "tokenizer.json", vocab_size)
         fields["vocab_size"] = vocab_size
     redraw(PEER_FAMILY, out, fields, seed, "bfloat16")
+
+
+@contextmanager
+def given_or_made(model: Path | None) -> Iterator[Path]:
+    """`model`, or without one a Qwen3.5 of 333 M random parameters, which is there until the end of the block."""
+    if model is not None:
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="cairn-made-") as folder:
+        made = Path(folder) / "model"
+        make_peer_model(made, size="small", vocab_size=None, seed=0)
+        yield made
 
 
 def make_thin_model(out: Path, *, seed: int) -> None:

@@ -22,16 +22,14 @@ import gc
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from benchmarks.made_model import make_peer_model
+from benchmarks.made_model import given_or_made
 from benchmarks.reporting import as_json, check_positive, circumstances, make_console
 from rich.table import Table
 from torch import Tensor
@@ -266,11 +264,7 @@ def main() -> None:
     wait_as_a_server_does(arguments.cpu_threads)
     if arguments.small_pages and ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0):
         raise SystemExit("quantization: --small-pages: this system has no such switch")
-    with ExitStack() as stack:
-        model = arguments.model
-        if model is None:
-            model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cairn-int8-"))) / "model"
-            make_peer_model(model, size="small", vocab_size=None, seed=0)
+    with given_or_made(arguments.model) as model:
         try:
             result = measure(arguments, model)
         except CairnError as error:

@@ -12,7 +12,6 @@ step, and how many times as fast the recorded step is; the baseline is --enforce
 import argparse
 import os
 import statistics
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 from benchmarks.hand_turned import HandTurned
-from benchmarks.made_model import make_peer_model
+from benchmarks.made_model import given_or_made
 from benchmarks.quantization import wait_as_a_server_does
 from benchmarks.reporting import as_json, check_positive, circumstances, make_console
 from rich.progress import track
@@ -120,11 +119,7 @@ def main() -> None:
     wait_as_a_server_does(arguments.cpu_threads, "benchmarks.recorded_decodes")
     torch.set_num_threads(arguments.cpu_threads)
     console = make_console()
-    with ExitStack() as stack:
-        model = arguments.model
-        if model is None:
-            model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cairn-recorded-"))) / "model"
-            make_peer_model(model, size="small", vocab_size=None, seed=0)
+    with given_or_made(arguments.model) as model:
         try:
             steps = track(arguments.precisions, "precisions", console=console, transient=True)
             rows = [row for precision in steps for row in measure(arguments, model, precision)]

@@ -9,17 +9,16 @@ between them. CAIRN_MAX_CPU_ISA is heeded; what a machine can do at most is told
 """
 
 import argparse
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks.hand_turned import HandTurned
-from benchmarks.made_model import make_peer_model
+from benchmarks.made_model import given_or_made
 from benchmarks.recorded_decodes import PRECISIONS, begin_decodes, engine
 from benchmarks.reporting import as_json, check_positive, circumstances, make_console
 from rich.table import Table
@@ -99,11 +98,7 @@ def main() -> None:
     check_positive(parser, options, "prompt", "sequences", "context", "repeats", "decode_steps")
     torch.set_num_threads(1)
     console, found = make_console(), dict[str, Any]()
-    with ExitStack() as stack:
-        model = options.model
-        if model is None:
-            model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cairn-parts-"))) / "model"
-            make_peer_model(model, size="small", vocab_size=None, seed=0)
+    with given_or_made(options.model) as model:
         try:
             for precision in options.precisions:
                 found[precision] = dict(measure(options, model, precision))
