@@ -33,7 +33,7 @@ from cairn.scheduler.advance import chunk_end
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
-from cairn.scheduler.state import SchedulerConfig, SchedulingPolicy
+from cairn.scheduler.state import RequestObserver, SchedulerConfig, SchedulingPolicy
 from cairn.scheduler.transfers import Transfers
 from cairn.step import GRID, StepResult
 from cairn.transfer.contract import KvSource, TransferRole
@@ -67,7 +67,7 @@ class _Event(NamedTuple):
     kind: Literal["arrival", "leave", "call"] = "arrival"
 
 
-class Replay:
+class Replay(RequestObserver):
     """Replays one trace, once. `cache`: what it goes through; `outcome`: what has come of it.
 
     `max_tokens`: of a step, at least 64. `clock` measures what scheduler, cache and policies take. `log`: the server
@@ -249,9 +249,6 @@ class Replay:
 
     # -- what the scheduler tells ---------------------------------------------------------------------------------
 
-    def submitted(self, request: Request) -> None:
-        """A `RequestObserver` is told so; there is nothing to note."""
-
     def planned(self, builder: PlanBuilder) -> None:
         self._out.append(builder)
         self._num_steps += 1
@@ -264,9 +261,6 @@ class Replay:
 
     def ended(self, request: Request) -> None:
         self._ended.append(request.id)
-
-    def tools_awaited(self, request_id: RequestId) -> None:
-        """There is nothing to note."""
 
     # -- counts --------------------------------------------------------------------------------------------------
 
