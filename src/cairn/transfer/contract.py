@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from cairn.cache.group_pages import GroupPages, page_numbers
-from cairn.cache.layout import reach_name
 from cairn.step import GRID
 from cairn.transfer.links.contract import ReadState
 from cairn.types import Keys, Pages
@@ -56,11 +55,6 @@ class PeerGroup:
     tokens_per_page: _Count
     reach: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None = None
     chunked: bool = False
-
-    @property
-    def kind(self) -> str:
-        """What must be equal, in words."""
-        return reach_name(self.reach, self.chunked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.transfer.geometry import GroupPairing, check_page_list
+from cairn.transfer.geometry import GroupPairing
 from cairn.types import Pages
 
 _Array = NDArray[np.int64]
@@ -48,11 +48,7 @@ class TokenCopies:
 
 
 def staging_copies(pairing: GroupPairing, start: int, end: int, local_pages: Pages) -> TokenCopies:
-    """From the slots of tokens [start, end) to the `local_pages` that cover them; exactly these tokens, no others.
-
-    Raises ValueError for a list of another length.
-    """
-    check_page_list("local_pages", local_pages, pairing.local_tokens, start, end)
+    """From the slots of tokens [start, end) to the `local_pages` that cover them; exactly these tokens, no others."""
     remote, local = pairing.remote_tokens, pairing.local_tokens
     granule = gcd(remote, local)
     token = np.concatenate(([start], np.arange(start // granule + 1, -(-end // granule)) * granule))[: end - start]
