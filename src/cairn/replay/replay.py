@@ -22,7 +22,6 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
-from cairn.cache.tree_store import TreeObserver
 from cairn.errors import InvalidRequest
 from cairn.replay.bounds import Paths
 from cairn.replay.other_servers import OtherServers
@@ -71,9 +70,8 @@ class Replay(RequestObserver):
     """Replays one trace, once. `cache`: what it goes through; `outcome`: what has come of it.
 
     `max_tokens`: of a step, at least 64. `clock` measures what scheduler, cache and policies take. `log`: the server
-    whose log the trace is. `observer` is told of what enters and leaves the tree. `tiers`: the bytes of those below the
-    cache, by name, the fastest first. `scheduling`: whose turn it is; None: as in the log. Raises ValueError if the
-    budget is less than a page, or `max_tokens` too small.
+    whose log the trace is. `tiers`: the bytes of those below the cache, by name, the fastest first. `scheduling`: whose
+    turn it is; None: as in the log. Raises ValueError if the budget is less than a page, or `max_tokens` too small.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class Replay(RequestObserver):
         max_tokens: int,
         clock: Clock,
         log: ReplayedServer | None = None,
-        observer: TreeObserver | None = None,
         tiers: Mapping[str, int] | None = None,
         scheduling: SchedulingPolicy | None = None,
     ) -> None:
@@ -103,7 +100,7 @@ class Replay(RequestObserver):
             policy=scheduling or ("fcfs" if log is None else log.scheduling_policy),
         )
         self._time = ManualClock()
-        self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, observer, self._time)
+        self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, self._time)
         self.outcome = ReplayOutcome()
         self._others = OtherServers()
         transfers = Transfers(None if log is None else self._others)
