@@ -18,7 +18,7 @@ MAX_READS = 4
 """Lookups that tiers are asked for at a time: others are answered from the pool."""
 
 READ_SECONDS = 1.5
-"""After which an answer has to go out: `LookupLimits.seconds`, less what that takes."""
+"""After which an answer has to go out: `producer.LOOKUP_SECONDS`, less what that takes."""
 
 
 def ask_tiers(state: SchedulerState, request: LookupRequest, name: ContentName, keys: Keys) -> bool:

@@ -224,7 +224,7 @@ class LeaseEnded:
 class LookupRequest:
     """Another server claims content without a lease: what is cached of it? `marks`: the digests of its first 64, 128,
     ... tokens, 32 bytes each (`digest.ContentDigest`); `end`: the digest of one more prefix, or None. The other server
-    needs tokens from `start` on. Answer with `SchedulerSide.answer_lookup` within `LookupLimits.seconds`."""
+    needs tokens from `start` on. Answer with `SchedulerSide.answer_lookup` within `producer.LOOKUP_SECONDS`."""
 
     lookup: LookupId
     adapter: str
