@@ -221,8 +221,9 @@ def test_equal_sizes_take_one_descriptor_a_page_and_one_a_file_page(tp_size, blo
     pages, file = shuffled(9, 40, 3), shuffled(-(-(7 + 500 * 8 // tp_size) // side.page_bytes), 60, 4)
     for rank in range(tp_size):
         pairing = pair(model(kv_heads, 8), side, side, rank)
-        assert pairing.ranks == (rank,)
-        reads = pairing.groups[0].reads(pages, pages[::-1])[rank]
+        by_rank = pairing.groups[0].reads(pages, pages[::-1])
+        assert list(by_rank) == list(pairing.states.by_rank) == [rank]
+        reads = by_rank[rank]
         assert len(reads) == 9
         assert (reads.num_bytes == side.page_bytes).all()
         assert reads.remote_page.tolist() == pages.tolist() and reads.local_page.tolist() == pages[::-1].tolist()
@@ -343,7 +344,6 @@ def test_as_few_ranks_as_hold_it_and_the_load_spread_evenly(remote_tp, local_tp,
     for rank, pairing in enumerate(pairings):
         page = pairing.groups[0].reads(np.zeros(1, np.int32), np.zeros(1, np.int32))
         file = state_reads(pairing, *file_pages)
-        assert pairing.ranks == tuple(sorted(page.keys() | file.keys()))
         for reads, total in ((page, kv_heads), (file, state_units)):
             own = set(units_of(total, local_tp, rank))
             spans = [set(units_of(total, remote_tp, other)) for other in reads]

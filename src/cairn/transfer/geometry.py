@@ -138,11 +138,6 @@ class Pairing:
     groups: tuple[GroupPairing, ...]
     states: Sources
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The remote ranks to read from."""
-        return tuple(sorted({*self.states.by_rank, *(rank for group in self.groups for rank in group.sources.by_rank)}))
-
 
 def geometry_of(layout: CacheLayout, tp_size: int) -> PeerGeometry:
     """The geometry of a server whose ranks have this layout."""
