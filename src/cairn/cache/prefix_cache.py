@@ -372,10 +372,10 @@ class PrefixCache:
         self.checkpoints.await_tools(*end)
         return True
 
-    def pin(self, purpose: str, pages: Pages, for_requests: bool = False) -> PagePin:
+    def pin(self, pages: Pages, for_requests: bool = False) -> PagePin:
         """Keep `pages`, which are distinct and in use, until `unpin`: for somebody outside, or for requests that are
         going to start from them."""
-        return self.pinned.pin(purpose, pages, for_requests)
+        return self.pinned.pin(pages, for_requests)
 
     def unpin(self, pin: PagePin) -> None:
         """Release pinned pages."""

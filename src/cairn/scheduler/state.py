@@ -200,11 +200,11 @@ class SchedulerState:
         elif request.phase in (Phase.PREEMPTING, Phase.FINISHING):
             self.ending.remove(request)
 
-    def quarantine(self, key: FetchKey, target: FetchTarget, purpose: str) -> None:
+    def quarantine(self, key: FetchKey, target: FetchTarget) -> None:
         """The source of a fetch may still write to its target: nobody gets these pages before it says that it is
         over."""
         pages = np.concatenate([target.state_pages, page_numbers(target.pages)])
-        self.transfers.quarantine[key] = self.cache.pin(f"quarantined after {purpose}", pages)
+        self.transfers.quarantine[key] = self.cache.pin(pages)
 
     def requeue(self, request: Request, loss: Reason | None = None) -> None:
         """Release everything a request holds and let it wait: also the state for another server, which it comes by
