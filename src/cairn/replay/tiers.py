@@ -17,6 +17,7 @@ from cairn.tiers.index import PathShape
 from cairn.tiers.lanes import TierLanes
 from cairn.tiers.promotion import TierSource
 from cairn.tiers.store import PageBytes, TierCounters
+from cairn.tiers.worth import WriteWorth
 from cairn.types import Clock, Pages
 
 Result = TypeVar("Result")
@@ -63,6 +64,13 @@ class _NoTime(TierCounters):
         return 0.0
 
 
+class _NoCost(WriteWorth):
+    """Of writing that takes no time, however long it takes here."""
+
+    def spend(self, kind: int, seconds: float) -> None:
+        super().spend(kind, 0.0)
+
+
 def _counted_store(name: str, num_bytes: int, layout: CacheLayout) -> HostStore:
     """A tier of `num_bytes`, called `name`."""
     store = HostStore(np.zeros((max(1, num_bytes // layout.page_bytes), 1), np.uint8), PathShape.of(layout))
@@ -89,6 +97,7 @@ class ReplayedTiers:
             clock,
             transfers.prefill_speed,
             cache.policy.exact,
+            _NoCost(),
         )
         self._demoter = Demoter(cache, context)
         cache.observe(self._demoter)
