@@ -17,11 +17,11 @@ from benchmarks.offline_ledger import Hold, Ledger
 from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
-from cairn.cache.tree import Node
+from cairn.cache.tree import Node, TokenKey, walk
 from cairn.replay.bounds import Paths
-from cairn.replay.trace import Trace
+from cairn.replay.trace import Trace, TraceRequest
 
-__all__ = ["STEPS", "Schedule", "find_schedule"]
+__all__ = ["STEPS", "Schedule", "find_schedule", "nodes_of"]
 
 STARTS, TRIES = 3, 1200
 STEPS = STARTS + TRIES
@@ -54,6 +54,11 @@ NOISE = 0.1
 CONGESTION, PEAK_CONGESTION = 3, 8
 """Bytes are priced with this power of how full the budget was in the schedule before: where there is room they cost
 others nothing. In windows, and in schedules made from nothing."""
+
+
+def nodes_of(paths: Paths, request: TraceRequest) -> list[Node]:
+    """The nodes along a request's path and answer, which have been added, in order."""
+    return walk(paths.root, TokenKey(np.concatenate([request.path, request.answer]))).evicted_tail
 
 
 def find_schedule(
@@ -150,7 +155,7 @@ class Schedule:
         passed: dict[Node, int] = {}
         for index, request in enumerate(trace.requests):
             seen, latest, others = self._seen[index], -1, []
-            for node in reversed(paths.chain(request.path, request.answer)):
+            for node in reversed(nodes_of(paths, request)):
                 self._visits.setdefault(node, []).append(index)
                 # of those held from the same request on, the deepest is worth most and the others cost less
                 if node.end <= seen and passed[node] > latest:

@@ -24,7 +24,7 @@ from cairn.replay.trace import Trace, TraceRequest, key_tokens
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
-from cairn.scheduler.state import SchedulerConfig
+from cairn.scheduler.state import RequestObserver, SchedulerConfig
 from cairn.types import ManualClock, RequestId, SamplingParams
 
 __all__ = [
@@ -114,7 +114,7 @@ def sessions_of(trace: Trace) -> list[Session]:
     return [Session(f"{trace.name}/{number}", trace.unit, requests) for number, requests in by_session.items()]
 
 
-class QueuedServer:
+class QueuedServer(RequestObserver):
     """Serves the sessions of a trace, once."""
 
     def __init__(
@@ -235,14 +235,5 @@ class QueuedServer:
 
     # -- what the scheduler tells ---------------------------------------------------------------------------------
 
-    def submitted(self, request: Request) -> None:
-        """There is nothing to note."""
-
     def planned(self, builder: PlanBuilder) -> None:
         self._out.append(builder)
-
-    def ended(self, request: Request) -> None:
-        """There is nothing to note."""
-
-    def tools_awaited(self, request_id: RequestId) -> None:
-        """There is nothing to note."""

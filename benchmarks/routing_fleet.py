@@ -41,7 +41,6 @@ from cairn.cache.tree_store import TreeObserver
 from cairn.replay.replay import Replay
 from cairn.replay.trace import Ids, TraceRequest, key_tokens
 from cairn.routing.rule import ReplicaLoad, RoutedRequest
-from cairn.types import ManualClock
 
 __all__ = ["Fleet", "FleetOptions", "FleetOutcome", "ReplayCache", "Router", "ServerModel"]
 
@@ -97,7 +96,9 @@ class ReplayCache(Replay):
 
     def __init__(self, layout: CacheLayout, budget_bytes: int, observer: TreeObserver | None = None) -> None:
         policy = CachePolicy(placement_for("auto", layout.block_size, exact=False), eviction_for("value"))
-        super().__init__(layout, budget_bytes, policy, MAX_NUM_BATCHED_TOKENS, ManualClock(), observer=observer)
+        super().__init__(layout, budget_bytes, policy, MAX_NUM_BATCHED_TOKENS)
+        if observer is not None:
+            self.cache.observe(observer)
 
     def _count_prompt(
         self, index: int, trace_request: TraceRequest, hit: int, received: int, lost: Mapping[Reason, int]

@@ -124,7 +124,7 @@ class Simulation:
             return None
         if position > len(prompt) or not lease.hit < state_at <= position:
             own = (part.pages for part in lease.blocks.span(known, len(prompt)))
-            self.quarantine.append(self.cache.pin(name, np.concatenate([*own, file])))
+            self.quarantine.append(self.cache.pin(np.concatenate([*own, file])))
             self.cache.release(lease)
             return None
         self.requests.append(request)
@@ -159,7 +159,7 @@ class Simulation:
             for index, part in enumerate(parts)
             for token in range(part.first_token, request.computed)
         ]
-        self.offered.append((self.cache.pin(request.name, pages), {slot: self.slots[slot] for slot in slots}))
+        self.offered.append((self.cache.pin(pages), {slot: self.slots[slot] for slot in slots}))
 
     def let_go(self, index: int) -> None:
         """One of those outside is done."""
@@ -300,8 +300,8 @@ class Simulation:
         audit(self.cache)
         counted = self.cache.counters
         assert counted.queries == counted.hits + self.received + counted.lost.total(), "a prompt token has no reason"
-        for hold, slots in self.offered:
-            assert {slot: self.slots.get(slot) for slot in slots} == slots, f"{hold.purpose}: its pages have changed"
+        for _, slots in self.offered:
+            assert {slot: self.slots.get(slot) for slot in slots} == slots, "offered pages have changed"
 
     # -- how it is simulated -------------------------------------------------------------------------------------
 

@@ -62,7 +62,8 @@ def observe(sim: Simulation, ghost_factor: int = GHOST_FACTOR) -> tuple[Router, 
     """Put an observer under a cache that has not been used yet."""
     router, policy, layout, num_pages = Router(), sim.cache.policy, sim.cache.layout, sim.cache.pool.num_pages
     events = BlockEvents(layout.block_size, router.receive, policy.exact, layout.state_bytes == 0)
-    sim.cache = PrefixCache(layout, num_pages, replace(policy, eviction=LeastRecentlyUsed()), events, sim.clock)
+    sim.cache = PrefixCache(layout, num_pages, replace(policy, eviction=LeastRecentlyUsed()), sim.clock)
+    sim.cache.observe(events)
     sim.cache.tree._max_ghost_tokens = ghost_factor * num_pages * layout.block_size
     return router, events
 

@@ -273,7 +273,7 @@ def test_pages_that_nobody_outside_wants_any_more_are_found_when_idle():
     run(engine, request())
     cache = engine._scheduler.state.cache
     pages = cache.pool.allocate(1)
-    cache.pin("leak", pages)
+    cache.pin(pages)
     cache.pool.release(pages)
     with pytest.raises(AuditError, match="1 pins with 0 transfers"):
         engine.idle()

@@ -158,7 +158,8 @@ def test_an_address_in_use_names_the_flag():
 def test_a_core_publishes_the_blocks_that_can_be_hit(pair):
     publisher, router = pair
     events = BlockEvents(LAYOUT.block_size, publisher.publish)
-    cache = PrefixCache(LAYOUT, 60, CachePolicy(Auto(), LeastRecentlyUsed()), events)
+    cache = PrefixCache(LAYOUT, 60, CachePolicy(Auto(), LeastRecentlyUsed()))
+    cache.observe(events)
     scheduler = Scheduler(SchedulerConfig(max_model_len=2000), cache, ManualClock())
     runner = SimulatedRunner(LAYOUT, 60, 8, VOCAB, numerics=False)
     core = Core(plain_core().info, scheduler, runner, ByteTokenizer(), (), 0, events=publisher)

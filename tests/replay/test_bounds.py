@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from benchmarks.offline_ledger import Hold, Ledger, Spans
 from benchmarks.offline_line import offline_hits, offline_schedule
-from benchmarks.offline_schedule import STEPS, Schedule
+from benchmarks.offline_schedule import STEPS, Schedule, nodes_of
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.replay.bounds import Paths, footprint_bytes, unlimited_hits
@@ -146,7 +146,7 @@ def test_the_ledger_against_a_recount():
             assert np.array_equal(ledger.used, recount())
             for _ in range(3):
                 request = draw.choice(trace.requests)
-                node = draw.choice(paths.chain(request.path, request.answer))
+                node = draw.choice(nodes_of(paths, request))
                 start = draw.randrange(number - 1)
                 hold = Hold(node, start, draw.randint(start + 1, number - 1))
                 more = ledger.more(hold)

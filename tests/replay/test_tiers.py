@@ -1,5 +1,7 @@
 """Traces through caches with tiers below them."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from cairn.cache.prefix_cache import CachePolicy
 from cairn.replay.layouts import layout_for
 from cairn.replay.replay import Replay
 from cairn.replay.trace import Trace, TraceRequest
-from cairn.types import SystemClock
+from cairn.tiers import demotion
 
 LAYOUT = layout_for("nemotron-3-nano", 16, None, None)
 STATE = LAYOUT.pages_per_checkpoint * LAYOUT.page_bytes
@@ -21,7 +23,7 @@ def request(number: int, path: list[int]) -> TraceRequest:
 
 def replay(requests, budget: int, **tiers: int):
     policy = CachePolicy(placement_for("auto", 16, False), eviction_for("value"), False)
-    run = Replay(LAYOUT, budget, policy, 2048, SystemClock(), tiers=tiers)
+    run = Replay(LAYOUT, budget, policy, 2048, tiers=tiers)
     return run.run(Trace("t", 64, tuple(requests)))
 
 
@@ -45,6 +47,13 @@ def test_what_the_pool_drops_is_hit_below(requests, tier):
 def test_a_tier_that_holds_a_part_is_worth_a_part(requests):
     tokens = [replay(requests, 4 * STATE, host=number * STATE).prefill_tokens for number in (0, 8, 1000)]
     assert tokens[0] >= tokens[1] > tokens[2]
+
+
+def test_it_does_not_matter_how_long_writing_takes_here(requests, monkeypatch):
+    quick, times = replay(requests, 4 * STATE, host=1 << 40), count(0, 1000.0)
+    monkeypatch.setattr(demotion, "busy_time", lambda: next(times))
+    slow = replay(requests, 4 * STATE, host=1 << 40)
+    assert slow.hits == quick.hits and slow.tier_tokens == quick.tier_tokens > 0
 
 
 def test_a_replay_gives_the_same_again(requests):

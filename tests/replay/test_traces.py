@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cairn.cache.tree import TokenKey, walk
 from cairn.errors import ConfigError
 from cairn.replay.bounds import Paths
 from cairn.replay.trace import key_tokens
@@ -179,5 +180,5 @@ def test_paths_know_what_was_seen():
         paths.add(np.array(path, np.int64), np.array(answer, np.int64))
         seen |= {line[:end] for end in range(1, len(line) + 1)}
         assert paths.num_units == len(seen)
-        chain = paths.chain(np.array(path, np.int64), np.array(answer, np.int64))
-        assert chain[-1].end == len(line) and len(path) in [node.end for node in chain]
+        nodes = walk(paths.root, TokenKey(np.array(line, np.int64))).evicted_tail
+        assert nodes[-1].end == len(line) and len(path) in [node.end for node in nodes]

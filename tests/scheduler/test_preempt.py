@@ -25,7 +25,7 @@ def fill(driver, but=0):
     """Somebody else has all pages that are free, or may be, but so many."""
     driver.cache.clear()
     pages = driver.cache.pool.allocate(driver.cache.pool.num_free - but)
-    driver.cache.pin("all there is", pages)
+    driver.cache.pin(pages)
     driver.cache.pool.release(pages)
 
 

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from cairn.transfer import producer
 from cairn.transfer.contract import (
     ContentName,
     LeaseEnded,
@@ -20,7 +21,7 @@ from cairn.transfer.contract import (
 )
 from cairn.transfer.digest import ContentDigest, SequenceIndex
 from cairn.transfer.leases import Claimed, LeaseLimits, Leases, LeaseState
-from cairn.transfer.producer import ContentLookups, LookupLimits
+from cairn.transfer.producer import ContentLookups
 from cairn.transfer.wire import Claim, Granted, RefusalReason, pack_pages
 from cairn.types import ManualClock
 from transfer.parts import granted_numbers, num_active, parts
@@ -292,7 +293,7 @@ ASK = Claim("", marks_of(PROMPT), 128, False)
 class Side:
     """Lookups and leases of one engine, without a network."""
 
-    def __init__(self, **limits):
+    def __init__(self):
         self.clock = ManualClock()
         self.event_loop = TurnedLoop(self.clock)
         nonces = iter(range(10**6))
@@ -300,7 +301,7 @@ class Side:
             LAYOUT, LeaseLimits(max_pages=60), self.clock, lambda size: next(nonces).to_bytes(size, "little")
         )
         self.asked: list[LookupRequest] = []
-        self.lookups = ContentLookups(self.leases, LookupLimits(**limits), self.asked.append)
+        self.lookups = ContentLookups(self.leases, self.asked.append)
 
     def claim(self, claim=ASK):
         """A task: the answer to it."""
@@ -387,8 +388,9 @@ def test_an_offer_of_something_else_than_was_asked_for_is_our_own_bug(offer):
         side.lookups.answer(LookupId(1), side.leases.offer(offer))
 
 
-def test_open_asks_are_bounded_and_the_rest_refused():
-    side = Side(max_open=3)
+def test_open_asks_are_bounded_and_the_rest_refused(monkeypatch):
+    monkeypatch.setattr(producer, "MAX_LOOKUPS", 3)
+    side = Side()
     waiting = [side.claim() for _ in range(5)]
     assert [each.done() for each in waiting] == [False] * 3 + [True] * 2
     assert {each.result() for each in waiting[3:]} == {RefusalReason.NOT_CACHED} and len(side.asked) == 3

@@ -246,9 +246,9 @@ class PinnedPages:
         sequence.pending_states.clear()
         sequence.transient.clear()
 
-    def pin(self, purpose: str, pages: Pages, for_requests: bool = False) -> PagePin:
+    def pin(self, pages: Pages, for_requests: bool = False) -> PagePin:
         """Keep `pages`, which are distinct and in use, until `unpin`."""
-        pin = PagePin(purpose, pages.copy(), for_requests)
+        pin = PagePin(pages.copy(), for_requests)
         self.pool.acquire(pin.pages)
         self.pins[id(pin)] = pin
         return pin

@@ -72,26 +72,16 @@ class CacheCounters:
 class PrefixCache:
     """Pages, tree and sequences of one model on one rank. Not thread-safe: it belongs to the scheduler's thread."""
 
-    def __init__(
-        self,
-        layout: CacheLayout,
-        num_pages: int,
-        policy: CachePolicy,
-        observer: TreeObserver | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        """`observer` is told of what enters and leaves the tree; `clock` measures how long clients retain
-        checkpoints."""
+    def __init__(self, layout: CacheLayout, num_pages: int, policy: CachePolicy, clock: Clock | None = None) -> None:
+        """`clock` measures how long clients retain checkpoints."""
         self.layout = layout
         self.policy = policy
         self.pool = PagePool(num_pages)
         tokens_per_page = max((group.tokens_per_page for group in layout.groups), default=layout.block_size)
         ghost_tokens = GHOST_FACTOR * num_pages * tokens_per_page
         self.answer_ends = AnswerEnds()
-        told = (policy.eviction, self.answer_ends)
-        observers = told if observer is None else (*told, observer)
         clock = clock or SystemClock()
-        self.tree = TreeStore(layout, self.pool, ghost_tokens, observers)
+        self.tree = TreeStore(layout, self.pool, ghost_tokens, (policy.eviction, self.answer_ends))
         self.checkpoints = CheckpointStore(layout, self.pool, self.tree, policy.eviction, clock)
         self.pinned = PinnedPages(self.pool)
         self._lookup = PrefixLookup(layout, policy.exact, policy.eviction)
@@ -382,10 +372,10 @@ class PrefixCache:
         self.checkpoints.await_tools(*end)
         return True
 
-    def pin(self, purpose: str, pages: Pages, for_requests: bool = False) -> PagePin:
+    def pin(self, pages: Pages, for_requests: bool = False) -> PagePin:
         """Keep `pages`, which are distinct and in use, until `unpin`: for somebody outside, or for requests that are
         going to start from them."""
-        return self.pinned.pin(purpose, pages, for_requests)
+        return self.pinned.pin(pages, for_requests)
 
     def unpin(self, pin: PagePin) -> None:
         """Release pinned pages."""

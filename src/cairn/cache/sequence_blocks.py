@@ -171,7 +171,6 @@ class PagePin:
     """Pages that are kept whatever becomes of tree and sequences: another server reads them, or a link may still write
     to them. `for_requests`: requests of this server are going to start from them instead."""
 
-    purpose: str
     pages: Pages
     for_requests: bool = False
 

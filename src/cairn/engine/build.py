@@ -118,7 +118,9 @@ def build_core(
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
     events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
-    cache = PrefixCache(layout, sizes.num_pages, policy, events, clock)
+    cache = PrefixCache(layout, sizes.num_pages, policy, clock)
+    if events is not None:
+        cache.observe(events)
     request_log = open_log(config, info, layout, opened.config.forward_sizes(), clock)
     transfers = Transfers() if transfer is None else transfer.transfers
     scheduler = Scheduler(builder.scheduling(info), cache, clock, transfers, request_log, drafter)

@@ -31,10 +31,6 @@ class Paths:
         if len(answer):
             self._add(np.concatenate([path, answer]))
 
-    def chain(self, path: Ids, answer: Ids) -> list[Node]:
-        """The nodes along a path that has been added, in order."""
-        return walk(self.root, TokenKey(np.concatenate([path, answer]))).evicted_tail
-
     def _add(self, path: Ids) -> None:
         key = TokenKey(path)
         walked = walk(self.root, key)

@@ -14,6 +14,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from time import thread_time
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +23,6 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
-from cairn.cache.tree_store import TreeObserver
 from cairn.errors import InvalidRequest
 from cairn.replay.bounds import Paths
 from cairn.replay.other_servers import OtherServers
@@ -33,11 +33,11 @@ from cairn.scheduler.advance import chunk_end
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
-from cairn.scheduler.state import SchedulerConfig, SchedulingPolicy
+from cairn.scheduler.state import RequestObserver, SchedulerConfig, SchedulingPolicy
 from cairn.scheduler.transfers import Transfers
 from cairn.step import GRID, StepResult
 from cairn.transfer.contract import KvSource, TransferRole
-from cairn.types import Clock, Keys, ManualClock, RequestId, SamplingParams
+from cairn.types import Keys, ManualClock, RequestId, SamplingParams
 
 __all__ = ["Replay", "ReplayOutcome"]
 
@@ -67,12 +67,11 @@ class _Event(NamedTuple):
     kind: Literal["arrival", "leave", "call"] = "arrival"
 
 
-class Replay:
+class Replay(RequestObserver):
     """Replays one trace, once. `cache`: what it goes through; `outcome`: what has come of it.
 
-    `max_tokens`: of a step, at least 64. `clock` measures what scheduler, cache and policies take. `log`: the server
-    whose log the trace is. `observer` is told of what enters and leaves the tree. `tiers`: the bytes of those below the
-    cache, by name, the fastest first. `scheduling`: whose turn it is; None: as in the log. Raises ValueError if the
+    `max_tokens`: of a step, at least 64. `log`: the server whose log the trace is. `tiers`: the bytes of those below
+    the cache, by name, the fastest first. `scheduling`: whose turn it is; None: as in the log. Raises ValueError if the
     budget is less than a page, or `max_tokens` too small.
     """
 
@@ -82,9 +81,7 @@ class Replay:
         budget_bytes: int,
         policy: CachePolicy,
         max_tokens: int,
-        clock: Clock,
         log: ReplayedServer | None = None,
-        observer: TreeObserver | None = None,
         tiers: Mapping[str, int] | None = None,
         scheduling: SchedulingPolicy | None = None,
     ) -> None:
@@ -103,7 +100,7 @@ class Replay:
             policy=scheduling or ("fcfs" if log is None else log.scheduling_policy),
         )
         self._time = ManualClock()
-        self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, observer, self._time)
+        self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, self._time)
         self.outcome = ReplayOutcome()
         self._others = OtherServers()
         transfers = Transfers(None if log is None else self._others)
@@ -111,7 +108,6 @@ class Replay:
         self._tiers = ReplayedTiers(tiers or {}, self.cache, transfers, self._time)
         self._paths = Paths()
         self._unit = 1
-        self._clock = clock
         self._requests: dict[RequestId, ReplayRequest] = {}
         self._admitted: list[tuple[ReplayRequest, Request]] = []
         self._ended: list[RequestId] = []
@@ -209,14 +205,14 @@ class Replay:
 
     def _run_until(self, step: int) -> None:
         """Plan and apply steps before this one of the log, and count the prompts that came in."""
-        since = self._clock.now()
+        since = thread_time()
         while self._scheduler.has_work and self._num_steps < step + self._late:
             skipped = self._scheduler.skip_plain_steps(step + self._late - self._num_steps, self._next_tokens)
             self._num_steps += skipped
             if not skipped:
                 self._run_step()
             self._poll()
-        self.outcome.seconds += self._clock.now() - since
+        self.outcome.seconds += thread_time() - since
         if step < sys.maxsize:
             self._num_steps = max(self._num_steps, step + self._late)
         for replayed, request in self._admitted:
@@ -249,9 +245,6 @@ class Replay:
 
     # -- what the scheduler tells ---------------------------------------------------------------------------------
 
-    def submitted(self, request: Request) -> None:
-        """A `RequestObserver` is told so; there is nothing to note."""
-
     def planned(self, builder: PlanBuilder) -> None:
         self._out.append(builder)
         self._num_steps += 1
@@ -264,9 +257,6 @@ class Replay:
 
     def ended(self, request: Request) -> None:
         self._ended.append(request.id)
-
-    def tools_awaited(self, request_id: RequestId) -> None:
-        """There is nothing to note."""
 
     # -- counts --------------------------------------------------------------------------------------------------
 

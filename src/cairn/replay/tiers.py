@@ -17,6 +17,7 @@ from cairn.tiers.index import PathShape
 from cairn.tiers.lanes import TierLanes
 from cairn.tiers.promotion import TierSource
 from cairn.tiers.store import PageBytes, TierCounters
+from cairn.tiers.worth import WriteWorth
 from cairn.types import Clock, Pages
 
 Result = TypeVar("Result")
@@ -63,19 +64,18 @@ class _NoTime(TierCounters):
         return 0.0
 
 
-class _CountedStore(HostStore):
+class _NoCost(WriteWorth):
+    """Of writing that takes no time, however long it takes here."""
+
+    def spend(self, kind: int, seconds: float) -> None:
+        super().spend(kind, 0.0)
+
+
+def _counted_store(name: str, num_bytes: int, layout: CacheLayout) -> HostStore:
     """A tier of `num_bytes`, called `name`."""
-
-    def __init__(self, name: str, num_bytes: int, layout: CacheLayout) -> None:
-        shape = PathShape.of(layout)
-        super().__init__(np.zeros((max(1, num_bytes // layout.page_bytes), 1), np.uint8), shape)
-        self.name = name
-        self.counters = _NoTime(num_bytes=num_bytes)
-        self._bytes = num_bytes
-
-    @property
-    def capacity(self) -> int:
-        return self._bytes
+    store = HostStore(np.zeros((max(1, num_bytes // layout.page_bytes), 1), np.uint8), PathShape.of(layout))
+    store.name, store.capacity, store.counters = name, num_bytes, _NoTime(num_bytes=num_bytes)
+    return store
 
 
 class ReplayedTiers:
@@ -83,7 +83,7 @@ class ReplayedTiers:
     time."""
 
     def __init__(self, sizes: Mapping[str, int], cache: PrefixCache, transfers: Transfers, clock: Clock) -> None:
-        self.stores = tuple(_CountedStore(name, size, cache.layout) for name, size in sizes.items() if size)
+        self.stores = tuple(_counted_store(name, size, cache.layout) for name, size in sizes.items() if size)
         self._demoter: Demoter | None = None
         self._transfers = transfers
         if not self.stores:
@@ -97,6 +97,7 @@ class ReplayedTiers:
             clock,
             transfers.prefill_speed,
             cache.policy.exact,
+            _NoCost(),
         )
         self._demoter = Demoter(cache, context)
         cache.observe(self._demoter)

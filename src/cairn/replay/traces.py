@@ -14,9 +14,9 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -47,16 +47,13 @@ _ANY = -1
 """In the place of an id: none is below 0."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _SessionRow:
-    """A row of a trace's file. `reappears`: whether its answer may be part of a later prompt of its session;
-    `called_tools`: whether it is a call."""
+class _Row(NamedTuple):
+    """A request of a trace's file, before its answer is known: it has `num_out` tokens, which may be part of a later
+    prompt of its session if it `reappears`."""
 
-    row: TraceRow
-    session: int | None
+    request: TraceRequest
+    num_out: int
     reappears: bool = True
-    boundaries: tuple[Boundary, ...] = ()
-    called_tools: bool = False
 
 
 def read_trace(path: Path) -> Trace:
@@ -75,19 +72,23 @@ def _read_lines(path: Path) -> Trace:
     where, header = first
     if header.get("source") == "cairn":
         return _read_server_log(where, header, lines)
-    unit, rows = trace_rows(first, lines, _BOUNDS)
+    unit, lines_of_requests = trace_rows(first, lines, _BOUNDS)
     if has_header(header):
-        name, session_rows = str(header.get("name", path.name)), [_parse_row(row, unit) for row in rows]
+        name, rows = str(header.get("name", path.name)), [_parse_row(row, unit) for row in lines_of_requests]
     else:
         name = path.name.removesuffix(".gz").removesuffix(".jsonl")
         # Mooncake's say nothing of sessions: an answer may be seen again anywhere.
-        session_rows = [_SessionRow(row, None) for row in rows]
-    if not session_rows:
+        rows = [_Row(_request_of(row), row.num_out) for row in lines_of_requests]
+    if not rows:
         raise ConfigError(f"{path} has a header and no requests")
-    return Trace(name, unit, _add_answers(session_rows, unit))
+    return Trace(name, unit, _add_answers(rows, unit))
 
 
-def _parse_row(row: TraceRow, unit: int) -> _SessionRow:
+def _request_of(row: TraceRow) -> TraceRequest:
+    return TraceRequest(row.arrived, row.num_in, row.ids, row.ids[:0])
+
+
+def _parse_row(row: TraceRow, unit: int) -> _Row:
     ends = row.line.get("b", [])
     if not isinstance(ends, list) or any(type(end) is not int or not 0 <= end <= row.num_in for end in ends):
         raise ConfigError(f"{row.where}: `b` must list token positions of the prompt")
@@ -97,63 +98,58 @@ def _parse_row(row: TraceRow, unit: int) -> _SessionRow:
     called_tools = row.line.get("called_tools", False)
     if not isinstance(called_tools, bool):
         raise ConfigError(f"{row.where}: `called_tools` must be true or false, not {called_tools!r:.40}")
-    return _SessionRow(row, session, reappears, tuple(map(Boundary, sorted(floored))), called_tools)
+    request = replace(
+        _request_of(row),
+        boundaries=tuple(map(Boundary, sorted(floored))),
+        session=session,
+        tools_step=0 if called_tools else None,
+    )
+    return _Row(request, row.num_out, reappears)
 
 
-def _add_answers(rows: list[_SessionRow], unit: int) -> tuple[TraceRequest, ...]:
+def _add_answers(rows: list[_Row], unit: int) -> tuple[TraceRequest, ...]:
     """Give each row its answer's content: that of the first later prompt that continues it, else content of its own."""
     followers = _find_followers(rows)
     requests, num_private = [], 0
-    for index, each in enumerate(rows):
-        row, start = each.row, len(each.row.ids)
-        end = max(start, (row.num_in + row.num_out) // unit)
+    for index, (request, num_out, _) in enumerate(rows):
+        start = len(request.path)
+        end = max(start, (request.num_prompt_tokens + num_out) // unit)
         if index in followers:
-            answer = rows[followers[index]].row.ids[start:end]
+            answer = rows[followers[index]].request.path[start:end]
         else:
             answer = -1 - np.arange(num_private, num_private + end - start, dtype=np.int64)
             num_private += end - start
-        tools_step = 0 if each.called_tools else None
-        requests.append(
-            TraceRequest(
-                row.arrived,
-                row.num_in,
-                row.ids,
-                answer,
-                each.boundaries,
-                session=each.session,
-                tools_step=tools_step,
-            )
-        )
+        requests.append(replace(request, answer=answer))
     return tuple(requests)
 
 
-def _find_followers(rows: list[_SessionRow]) -> dict[int, int]:
+def _find_followers(rows: list[_Row]) -> dict[int, int]:
     """For each row the first one that continues its prompt and answer, where there is one: of its session or, where
     every row is a session of its own, any that contains the last id of its path.
 
     A row waits, under the last id of its path, for one with this id whose prompt is long enough; rows that need the
     shortest prompts are looked at first.
     """
-    single = rows[0].session is None or len({each.session for each in rows}) == len(rows)
+    single = rows[0].request.session is None or len({each.request.session for each in rows}) == len(rows)
     sessions: dict[int | None, dict[int, list[tuple[int, int]]]] = {}
     followers: dict[int, int] = {}
-    for index, each in enumerate(rows):
-        path, num_in = each.row.ids, each.row.num_in
-        waiting = sessions.setdefault(0 if single else each.session, {})
+    for index, (request, num_out, reappears) in enumerate(rows):
+        path, num_in = request.path, request.num_prompt_tokens
+        waiting = sessions.setdefault(0 if single else request.session, {})
         for last in waiting.keys() & {_ANY, *path.tolist()}:
             others: list[tuple[int, int]] = []
             while waiting[last] and waiting[last][0][0] <= num_in:
                 entry = heapq.heappop(waiting[last])
-                start = rows[entry[1]].row.ids
+                start = rows[entry[1]].request.path
                 if np.array_equal(path[: len(start)], start):
                     followers[entry[1]] = index
                 else:
                     others.append(entry)
             for entry in others:
                 heapq.heappush(waiting[last], entry)
-        if each.reappears and (len(path) or not single):
+        if reappears and (len(path) or not single):
             last = int(path[-1]) if len(path) else _ANY
-            heapq.heappush(waiting.setdefault(last, []), (num_in + each.row.num_out, index))
+            heapq.heappush(waiting.setdefault(last, []), (num_in + num_out, index))
     return followers
 
 

@@ -199,7 +199,7 @@ def _finish(state: SchedulerState, key: FetchKey, ended: PullEnded) -> Request |
     request, sequence = fetch.request, fetch.request.sequence
     assert sequence is not None
     if ended.failure is not None:
-        state.quarantine(key, fetch.target, request.id)
+        state.quarantine(key, fetch.target)
         return _failed(state, fetch, ended.failure)
     length = request.num_prompt_tokens
     position = ended.resume_position(length, state.cache.layout.resumes_anywhere)
@@ -258,7 +258,7 @@ def cancel_fetch(state: SchedulerState, request: Request) -> None:
     source, number = key = next(key for key, fetch in fetching.items() if fetch.request is request)
     fetch = fetching.pop(key)
     _note_failure(fetch)
-    state.quarantine(key, fetch.target, request.id)
+    state.quarantine(key, fetch.target)
     source.abort(number)
     decline_sources(request)
 

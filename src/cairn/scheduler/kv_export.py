@@ -85,7 +85,7 @@ def pin_prompt_checkpoint(state: SchedulerState, request: Request) -> None:
     if request.transfer.pinned_checkpoint is None and sequence is not None:
         state_pages = sequence.state_pages(request.num_prompt_tokens)
         if state_pages is not None:
-            request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", state_pages)
+            request.transfer.pinned_checkpoint = state.cache.pin(state_pages)
 
 
 def offer_prompt(state: SchedulerState, request: Request) -> None:
@@ -102,7 +102,7 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
     )
     reference = side.offer(made)
     request.transfer.offered = PromptOffer(made, reference)
-    pin = state.cache.pin(f"KV export of {request.id}", made.all_pages)
+    pin = state.cache.pin(made.all_pages)
     state.transfers.offers[reference] = OpenLease(pin, request.spec.client, request.id)
 
 

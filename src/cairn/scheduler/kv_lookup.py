@@ -67,8 +67,7 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
     else:
         reference = side.answer_lookup(request.lookup, offer)
         if reference is not None:
-            pin = cache.pin(f"leased after {purpose}", offer.all_pages)
-            state.transfers.offers[reference] = OpenLease(pin)
+            state.transfers.offers[reference] = OpenLease(cache.pin(offer.all_pages))
     cache.discard(sequence)
 
 

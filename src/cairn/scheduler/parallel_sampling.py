@@ -79,7 +79,7 @@ class ParallelSampling:
             return
         pages = sequence.state_pages(position)
         if pages is not None:
-            pin = self._cache.pin(f"prompt end of {request.id}", pages, for_requests=True)
+            pin = self._cache.pin(pages, for_requests=True)
             self._groups[request].checkpoint = pin
             self._cache.transfer_checkpoint(sequence, position)
 

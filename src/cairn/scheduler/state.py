@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -86,11 +86,12 @@ class Counters:
     spec_decode: SpecDecodeCounters = field(default_factory=SpecDecodeCounters)
 
 
-class RequestObserver(Protocol):
+class RequestObserver:
     """Told what the scheduler does with requests, right after it has: `cairn.engine.request_log.log.RequestLog`.
     Called by the scheduler's thread; must neither block nor call back."""
 
-    def submitted(self, request: Request) -> None: ...
+    def submitted(self, request: Request) -> None:
+        """It waits, and nothing has been planned for it."""
 
     def planned(self, builder: PlanBuilder) -> None:
         """A step is complete: its rows, and the pages of the checkpoints that they keep."""
@@ -199,11 +200,11 @@ class SchedulerState:
         elif request.phase in (Phase.PREEMPTING, Phase.FINISHING):
             self.ending.remove(request)
 
-    def quarantine(self, key: FetchKey, target: FetchTarget, purpose: str) -> None:
+    def quarantine(self, key: FetchKey, target: FetchTarget) -> None:
         """The source of a fetch may still write to its target: nobody gets these pages before it says that it is
         over."""
         pages = np.concatenate([target.state_pages, page_numbers(target.pages)])
-        self.transfers.quarantine[key] = self.cache.pin(f"quarantined after {purpose}", pages)
+        self.transfers.quarantine[key] = self.cache.pin(pages)
 
     def requeue(self, request: Request, loss: Reason | None = None) -> None:
         """Release everything a request holds and let it wait: also the state for another server, which it comes by

@@ -18,7 +18,7 @@ MAX_READS = 4
 """Lookups that tiers are asked for at a time: others are answered from the pool."""
 
 READ_SECONDS = 1.5
-"""After which an answer has to go out: `LookupLimits.seconds`, less what that takes."""
+"""After which an answer has to go out: `producer.LOOKUP_SECONDS`, less what that takes."""
 
 
 def ask_tiers(state: SchedulerState, request: LookupRequest, name: ContentName, keys: Keys) -> bool:
@@ -59,7 +59,7 @@ def finish_read(state: SchedulerState, key: FetchKey, ended: PullEnded) -> None:
     cache, sequence, length = state.cache, lookup.sequence, len(lookup.wanted.keys)
     lookup.is_over = True
     if ended.failure is not None:
-        state.quarantine(key, lookup.target, lookup.wanted.request_id)
+        state.quarantine(key, lookup.target)
     else:
         position = ended.resume_position(length, cache.layout.resumes_anywhere)
         if position > sequence.hit:
@@ -92,6 +92,6 @@ def _give_up(state: SchedulerState, lookup: OpenLookup) -> None:
         lookup.source.decline(lookup.wanted)
         return
     assert lookup.sequence is not None and lookup.target is not None
-    state.quarantine(lookup.key, lookup.target, lookup.wanted.request_id)
+    state.quarantine(lookup.key, lookup.target)
     state.cache.release(lookup.sequence)
     lookup.source.abort(lookup.key[1])

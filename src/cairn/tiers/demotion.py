@@ -355,7 +355,7 @@ class Demoter(TreeObserver):
             return
         named = np.concatenate(lists)
         # an entry's last page may be another one's first
-        pin = self._cache.pin("copied to a tier", np.unique(named))
+        pin = self._cache.pin(np.unique(named))
         job.copy = parts, pin, self._context.lanes.copies.submit(partial(self._context.memory.copy_out, named))
 
     def _pages(self, part: _Part, runs: dict[tuple[Node, int], GroupPages | None]) -> list[Pages] | None:

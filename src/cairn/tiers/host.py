@@ -21,12 +21,9 @@ class HostStore(IndexedStore):
     def __init__(self, arena: PageBytes, shape: PathShape) -> None:
         super().__init__(shape)
         self.counters = TierCounters(num_bytes=arena.nbytes)
+        self.capacity = arena.nbytes
         self._arena = arena
         self._pool = PagePool(len(arena))
-
-    @property
-    def capacity(self) -> int:
-        return self._arena.nbytes
 
     def refresh(self) -> None:
         """Nobody else writes to it."""

@@ -36,8 +36,8 @@ class Consumer:
         """Start a pull. `number`: one that no other pull ever had."""
         if number in self._pulls:
             raise AssertionError(f"pull {number} is open already")
-        pull = self._pulls[number] = Pull(number, spec, self._tools, self._session_with, self._pull_ended)
-        pull.add_done_callback(lambda: self._pages_free(number))
+        pull = self._pulls[number] = Pull(number, spec, self._tools, self._session_with)
+        pull.task = self._tools.event_loop.create_task(self._carry_out(pull))
 
     def abort(self, pull: PullId) -> None:
         if pull in self._pulls:
@@ -48,17 +48,17 @@ class Consumer:
         for pull in list(self._pulls.values()):
             pull.look()
 
-    def _pull_ended(self, pull: Pull) -> None:
+    async def _carry_out(self, pull: Pull) -> None:
+        await pull.run()
         source = pull.spec.source
         if pull.is_silent and pull.session is not None and pull.session.failure is None:
             # The next transfer begins with a new handshake: the peer may have forgotten this session.
             pull.session.close("the peer did not answer")
             self.unresponsive.add(source.address, source.engine_id)
         self._emit(pull.outcome)
-
-    def _pages_free(self, number: PullId) -> None:
-        del self._pulls[number]
-        self._emit(PagesFree(number))
+        await pull.drain()
+        del self._pulls[pull.id]
+        self._emit(PagesFree(pull.id))
 
     def _session_with(self, source: KvSource) -> ProducerSession:
         """The session with this server. Raises PeerFailed where there is none."""

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from cairn.cache.group_pages import GroupPages, page_numbers
-from cairn.cache.layout import reach_name
 from cairn.step import GRID
 from cairn.transfer.links.contract import ReadState
 from cairn.types import Keys, Pages
@@ -56,11 +55,6 @@ class PeerGroup:
     tokens_per_page: _Count
     reach: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None = None
     chunked: bool = False
-
-    @property
-    def kind(self) -> str:
-        """What must be equal, in words."""
-        return reach_name(self.reach, self.chunked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +224,7 @@ class LeaseEnded:
 class LookupRequest:
     """Another server claims content without a lease: what is cached of it? `marks`: the digests of its first 64, 128,
     ... tokens, 32 bytes each (`digest.ContentDigest`); `end`: the digest of one more prefix, or None. The other server
-    needs tokens from `start` on. Answer with `SchedulerSide.answer_lookup` within `LookupLimits.seconds`."""
+    needs tokens from `start` on. Answer with `SchedulerSide.answer_lookup` within `producer.LOOKUP_SECONDS`."""
 
     lookup: LookupId
     adapter: str

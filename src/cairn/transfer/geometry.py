@@ -12,8 +12,8 @@ remote ranks have a unit, the local ranks are spread evenly over them. Every pag
 tokens are smaller has more of them in a page, and may leave less than one token's bytes at the end of each unit. `pair`
 works that out once per peer; from it follow, for each request and attention group:
 
-    equal sizes of pages     page_reads: straight into the local pages
-    unequal sizes of pages   page_reads into slots, then `token_copies.lay_out`
+    equal sizes of pages     `GroupPairing.reads`: straight into the local pages
+    unequal sizes of pages   the same into slots, then `token_copies.lay_out`
     checkpoint               state_reads
 """
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.cache.layout import CacheLayout
+from cairn.cache.layout import CacheLayout, reach_name
 from cairn.errors import ConfigError
 from cairn.transfer.contract import PeerGeometry, PeerGroup, num_range_pages
 from cairn.transfer.links.contract import Descriptors
@@ -122,6 +122,12 @@ class GroupPairing:
         """From one unit of a local page to the next."""
         return self.page_bytes // self.units
 
+    def reads(self, remote_pages: Pages, local_pages: Pages) -> dict[int, Descriptors]:
+        """By remote rank the reads of `remote_pages`: for equal sizes of pages into the local pages of the same tokens,
+        whole, one descriptor a page and rank; else into pages of staging, where slots lie back to back.
+        `check_page_lists` has looked at both."""
+        return self.sources.reads(len(remote_pages), remote_pages, local_pages)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairing:
@@ -131,11 +137,6 @@ class Pairing:
     local: PeerGeometry
     groups: tuple[GroupPairing, ...]
     states: Sources
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The remote ranks to read from."""
-        return tuple(sorted({*self.states.by_rank, *(rank for group in self.groups for rank in group.sources.by_rank)}))
 
 
 def geometry_of(layout: CacheLayout, tp_size: int) -> PeerGeometry:
@@ -219,7 +220,9 @@ def check_peers(remote: PeerGeometry, local: PeerGeometry) -> None:
         there, here = getattr(remote, name), getattr(local, name)
         if there != here:
             raise ConfigError(f"{name}: {there} at the peer, {here} here; start both with the same {flag}")
-    there, here = (", ".join(group.kind for group in side.attention_groups) for side in (remote, local))
+    there, here = (
+        ", ".join(reach_name(group.reach, group.chunked) for group in side.attention_groups) for side in (remote, local)
+    )
     if there != here:
         raise ConfigError(f"attention groups: {there} at the peer, {here} here: both sides must serve the same model")
 
@@ -322,18 +325,6 @@ def _sources(owner: _Array, ranges: Ranges, remote_page: int, local_page: int, s
     return Sources(by_rank, remote_page, local_page, stride)
 
 
-def page_reads(
-    pairing: GroupPairing, start: int, end: int, remote_pages: Pages, local_pages: Pages
-) -> dict[int, Descriptors]:
-    """By remote rank the reads of tokens [start, end), which `remote_pages` cover: for equal sizes of pages into the
-    local pages of the same tokens, whole, one descriptor a page and rank; else into pages of staging, where slots lie
-    back to back. Raises ValueError for lists of another length."""
-    check_page_list("remote_pages", remote_pages, pairing.remote_tokens, start, end)
-    if len(local_pages) != (need := staging_pages(pairing, start, end)):
-        raise ValueError(f"local_pages lists {len(local_pages)} pages, tokens [{start}, {end}) take {need}")
-    return pairing.sources.reads(len(remote_pages), remote_pages, local_pages)
-
-
 def staging_pages(pairing: GroupPairing, start: int, end: int) -> int:
     """How many local pages of slots the tokens [start, end) take."""
     return -(-num_range_pages(start, end, pairing.remote_tokens) * pairing.slot_bytes // pairing.page_bytes)
@@ -352,10 +343,14 @@ def state_reads(pairing: Pairing, remote_state: Pages, local_state: Pages) -> di
     return pairing.states.reads(1, remote_state, local_state)
 
 
-def check_page_list(name: str, pages: Pages, tokens_per_page: int, start: int, end: int) -> None:
-    """Raises ValueError unless `pages` are as many as the tokens [start, end) take."""
+def check_page_lists(pairing: GroupPairing, start: int, end: int, remote_pages: Pages, local_pages: Pages) -> None:
+    """Raises ValueError unless both are as many as the tokens [start, end) take on their side."""
     if not 0 <= start <= end:
         raise ValueError(f"tokens [{start}, {end}) are no range")
-    need = num_range_pages(start, end, tokens_per_page)
-    if len(pages) != need:
-        raise ValueError(f"{name} lists {len(pages)} pages, tokens [{start}, {end}) take {need}")
+    for name, pages, tokens_per_page in (
+        ("remote_pages", remote_pages, pairing.remote_tokens),
+        ("local_pages", local_pages, pairing.local_tokens),
+    ):
+        need = num_range_pages(start, end, tokens_per_page)
+        if len(pages) != need:
+            raise ValueError(f"{name} lists {len(pages)} pages, tokens [{start}, {end}) take {need}")

@@ -76,7 +76,8 @@ class LeaseLimits:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`pages` of `offer`, which is dropped at the end. The nonce is known to whoever has the `reference`."""
+    """`pages`: the distinct ones of `offer`, which is dropped at the end. The nonce is known to whoever has the
+    `reference`."""
 
     request_id: str
     nonce: bytes
@@ -106,37 +107,6 @@ class Claimed:
     granted: Granted
 
 
-class _PageCounts:
-    """Number of leases by page. A page that several leases share counts once."""
-
-    def __init__(self) -> None:
-        self._counts: NDArray[np.int32] = np.zeros(0, np.int32)
-        self._num_pages = 0
-
-    def __len__(self) -> int:
-        """Distinct pages that are leased."""
-        return self._num_pages
-
-    def num_with(self, pages: Pages) -> int:
-        """How many distinct pages would be leased if `pages` (any shape [n], in any order) were leased as well."""
-        distinct = np.unique(pages)
-        known = distinct[distinct < len(self._counts)]
-        return self._num_pages + len(distinct) - int(np.count_nonzero(self._counts[known]))
-
-    def add(self, pages: Pages) -> None:
-        self._num_pages = self.num_with(pages)
-        distinct = np.unique(pages)
-        if len(distinct) and distinct[-1] >= len(self._counts):
-            more = int(distinct[-1]) + 1 - len(self._counts)
-            self._counts = np.concatenate([self._counts, np.zeros(more, np.int32)])
-        self._counts[distinct] += 1
-
-    def remove(self, pages: Pages) -> None:
-        distinct = np.unique(pages)
-        self._counts[distinct] -= 1
-        self._num_pages -= int(np.count_nonzero(self._counts[distinct] == 0))
-
-
 class Leases:
     """All leases of one engine. What is pinned stays within a cap. Every method looks at the clock first, and any
     thread may call it. `layout` is `digest.layout_hash`; `random(n)`: n unpredictable bytes."""
@@ -150,13 +120,14 @@ class Leases:
         self._active: dict[bytes, Lease] = {}
         self._past: OrderedDict[bytes, Lease] = OrderedDict()
         self._ended: list[Lease] = []
-        self._counts = _PageCounts()
+        # leases by page number, those whose end nobody has taken yet included
+        self._counts: NDArray[np.int32] = np.zeros(0, np.int32)
         self._read_until = clock.now()
 
     @property
     def num_pages(self) -> int:
-        """Distinct pages of leases whose end nobody has taken yet."""
-        return len(self._counts)
+        """Distinct pages of leases whose end nobody has taken yet. A page that several leases share counts once."""
+        return int(np.count_nonzero(self._counts))
 
     @property
     def is_idle(self) -> bool:
@@ -178,20 +149,23 @@ class Leases:
     def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
         """See `contract.SchedulerSide.fits`."""
         with self._lock:
-            if not (len(self._counts) or promised):
+            num_leased, total = self.num_pages, promised + demand
+            if not (num_leased or promised):
                 return True
-            total = promised + demand
-            return self._counts.num_with(total.pages) + total.num_new <= self._limits.max_pages
+            pages = np.unique(total.pages)
+            num_shared = np.count_nonzero(self._counts[pages[pages < len(self._counts)]])
+            return bool(num_leased + len(pages) - num_shared + total.num_new <= self._limits.max_pages)
 
     def offer(self, offer: Offer) -> Lease:
         """Lease these pages from now on. An offer that does not fit under the cap ends at once: whoever made it has
         miscounted, and all other leases go on."""
         with self._lock:
-            nonce, now, pages = self._random(NONCE_BYTES), self._clock.now(), offer.all_pages
+            nonce, now, pages = self._random(NONCE_BYTES), self._clock.now(), np.unique(offer.all_pages)
             fits = self.fits(LeaseDemand(pages))
             lease = Lease(offer.request_id, nonce, now, now + self._limits.duration, offer, pages)
             self._active[nonce] = lease
-            self._counts.add(pages)
+            self._counts = np.pad(self._counts, (0, max(0, pages.max(initial=-1) + 1 - len(self._counts))))
+            self._counts[pages] += 1
             if not fits:
                 logger.error("%s: %d pages do not fit under the leases' cap", offer.request_id, len(pages))
                 self.release(lease)
@@ -220,7 +194,7 @@ class Leases:
             self.expire()
             ended, self._ended = self._ended, []
             for lease in ended:
-                self._counts.remove(lease.pages)
+                self._counts[lease.pages] -= 1
         return [LeaseEnded(lease.reference, lease.state.value) for lease in ended]
 
     def claim(self, claim: Claim) -> Claimed | RefusalReason:

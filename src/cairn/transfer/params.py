@@ -43,7 +43,9 @@ class _Flags(msgspec.Struct):
     do_remote_prefill: bool | None = None
 
 
-class _Hint(msgspec.Struct):
+class Hint(msgspec.Struct):
+    """The value of `HINT`: who has `num_tokens` tokens of a conversation."""
+
     engine: _EngineId
     host: _Host
     port: _Port
@@ -98,7 +100,7 @@ def _hint(value: object, policy: PeerPolicy) -> KvSource | None:
     """A server that may not be spoken to is as good as no hint: whoever sent it does not know this server's peers."""
     if value is None:
         return None
-    hint = _convert(value, _Hint, f"{HINT}.")
+    hint = _convert(value, Hint, f"{HINT}.")
     source = KvSource(hint.engine, hint.host, hint.port, end=hint.num_tokens)
     return None if policy.refusal(source.host) is not None else source
 

@@ -1,6 +1,6 @@
 """A read order cut into pieces that a link can read, for any pair of sizes, and the staging pages for that.
 
-equal sizes of pages    one piece: `geometry.page_reads` and `state_reads`, straight into the own pages; with as many
+equal sizes of pages    one piece: `GroupPairing.reads` and `state_reads`, straight into the own pages; with as many
                         ranks page for page, one descriptor each, so that a link's prepared lists serve
 other sizes of pages    a piece with the checkpoint, and of each attention group whose pages have another number of
                         tokens pieces of whole remote pages that are read into staging
@@ -28,8 +28,7 @@ from cairn.transfer.geometry import (
     GroupPairing,
     ModelUnits,
     Pairing,
-    check_page_list,
-    page_reads,
+    check_page_lists,
     pair,
     staging_pages,
     state_reads,
@@ -134,14 +133,11 @@ class StagingArea:
         self, pairing: GroupPairing, pull: PullId, remote: GroupPages, local: GroupPages, end: int
     ) -> "list[StagedPiece]":
         """The pages of one attention group, of tokens up to `end`, cut at remote pages into pieces of at most a buffer
-        each. Raises LinkError when no remote page fits, ValueError for page lists of another length than the tokens
-        take."""
+        each. Raises LinkError when no remote page fits."""
         size, start = pairing.remote_tokens, local.first_token
         count = self.buffer_pages * pairing.page_bytes // pairing.slot_bytes
         if not count:
             raise LinkError(f"a block of {size} tokens at the peer does not fit {self.buffer_pages} staging pages")
-        check_page_list("remote_pages", remote.pages, size, start, end)
-        check_page_list("local_pages", local.pages, pairing.local_tokens, start, end)
         borders = [start, *range((start // size + count) * size, end, count * size), end]
         return [
             StagedPiece(self, pairing, pull, first, stop, remote.span(first, stop).pages, local.span(first, stop).pages)
@@ -169,7 +165,7 @@ class StagedPiece(Piece):
         if self.buffer is None:
             return None
         slots = np.arange(staging_pages(self.pairing, self.start, self.end), dtype=np.int32) + self.buffer
-        return page_reads(self.pairing, self.start, self.end, self.remote_pages, slots)
+        return self.pairing.reads(self.remote_pages, slots)
 
     def finish(self) -> None:
         if self.buffer is None:
@@ -218,8 +214,9 @@ class PairedPages:
         if order.remote and len(order.remote) != len(pairing.groups):
             raise LinkError(f"pages of {len(order.remote)} attention groups where there are {len(pairing.groups)}")
         for group, remote, local in zip(pairing.groups, order.remote, order.local, strict=False):
+            check_page_lists(group, local.first_token, order.end, remote.pages, local.pages)
             if not group.is_staged:
-                direct.append(page_reads(group, local.first_token, order.end, remote.pages, local.pages))
+                direct.append(group.reads(remote.pages, local.pages))
             elif self._staging is not None:
                 staged += self._staging.pieces(group, order.pull, remote, local, order.end)
             else:

@@ -11,7 +11,6 @@ connection has claimed is its own: nobody else can speak of it, and it is releas
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from cairn.transfer.contract import LookupId, LookupRequest, Peer
 from cairn.transfer.digest import DIGEST_BYTES
@@ -44,27 +43,23 @@ from cairn.types import Clock
 ROOM_SECONDS = 5.0
 """How long a consumer may take no answers before its connection is closed."""
 
+MAX_LOOKUPS = 64
+"""Lookups that wait for an answer at a time; more are refused."""
+
+LOOKUP_SECONDS = 2.0
+"""How long one waits, well below the time after which a consumer gives up."""
+
 _MAX_WAITING = 64
 """Claims without a lease that one consumer may have open; with more it waits for its answers."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LookupLimits:
-    """`max_open`: lookups that wait for an answer at a time; more are refused. `seconds`: how long one waits, well
-    below the time after which a consumer gives up."""
-
-    max_open: int = 64
-    seconds: float = 2.0
-
-
 class ContentLookups:
     """Claims without a lease that wait for the cache to be looked up. `emit` tells the scheduler."""
 
-    def __init__(self, leases: Leases, limits: LookupLimits, emit: Callable[[LookupRequest], None]) -> None:
+    def __init__(self, leases: Leases, emit: Callable[[LookupRequest], None]) -> None:
         self._leases = leases
-        self._limits = limits
         self._emit = emit
         self._open: dict[LookupId, tuple[Claim, asyncio.Future[Claimed | None]]] = {}
         self._last_id = 0
@@ -78,7 +73,7 @@ class ContentLookups:
         """Waits for the scheduler."""
         if not claim.marks or len(claim.marks) % DIGEST_BYTES:
             return RefusalReason.OUT_OF_RANGE
-        if len(self._open) >= self._limits.max_open:
+        if len(self._open) >= MAX_LOOKUPS:
             return RefusalReason.NOT_CACHED
         self._last_id += 1
         lookup = LookupId(self._last_id)
@@ -86,7 +81,7 @@ class ContentLookups:
         self._open[lookup] = (claim, answer)
         self._emit(LookupRequest(lookup, claim.adapter, claim.marks, claim.start, claim.end))
         try:
-            async with asyncio.timeout(self._limits.seconds):
+            async with asyncio.timeout(LOOKUP_SECONDS):
                 return await answer or RefusalReason.NOT_CACHED
         except TimeoutError:
             return RefusalReason.NOT_CACHED
@@ -125,7 +120,7 @@ class Producer:
         emit: Callable[[LookupRequest], None],
     ) -> None:
         self.leases = Leases(me.layout, limits, clock, random)
-        self.lookups = ContentLookups(self.leases, LookupLimits(), emit)
+        self.lookups = ContentLookups(self.leases, emit)
         self.frames = FrameReader()
         self._me = me
 

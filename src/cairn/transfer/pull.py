@@ -74,19 +74,13 @@ class PullLimits:
 
 
 class Pull:
-    """One transfer, from `run` to the moment when no write can come any more. Call `look` again and again meanwhile:
-    a link makes no progress by itself. `is_silent`: it failed because the peer did not answer."""
+    """One transfer: `run`, then `drain`, by one `task`. Call `look` again and again meanwhile: a link makes no progress
+    by itself. `is_silent`: it failed because the peer did not answer."""
 
     def __init__(
-        self,
-        pull: PullId,
-        spec: PullSpec,
-        tools: ConsumerTools,
-        session_with: Callable[[KvSource], ProducerSession],
-        ended: Callable[["Pull"], None],
+        self, pull: PullId, spec: PullSpec, tools: ConsumerTools, session_with: Callable[[KvSource], ProducerSession]
     ) -> None:
-        """`session_with` returns the session with a server, and raises PeerFailed where there is none. `ended` is
-        called when the outcome is known."""
+        """`session_with` returns the session with a server, and raises PeerFailed where there is none."""
         self.id = pull
         self.spec = spec
         self.state = PullState.RESOLVING
@@ -94,14 +88,13 @@ class Pull:
         self.is_silent = False
         self.session: ProducerSession | None = None
         self._session_with = session_with
-        self._ended = ended
         self._tools = tools
         self._claim: int | None = None
         self._grant: Granted | None = None
         self._volume: Volume | None = None
         self._read: asyncio.Future[ReadEnded] = tools.event_loop.create_future()
         self._aborted = False
-        self._task = tools.event_loop.create_task(self._run())
+        self.task: asyncio.Task[None] | None = None
 
     @property
     def outcome(self) -> PullEnded:
@@ -115,17 +108,13 @@ class Pull:
         """Whether the outcome is known."""
         return self.state in (PullState.DONE, PullState.FAILED, PullState.ABANDONED)
 
-    def add_done_callback(self, done: Callable[[], None]) -> None:
-        """Called once no write can come any more; never if the thread ends before."""
-        self._task.add_done_callback(lambda task: None if task.cancelled() else done())
-
     def abort(self) -> None:
         """Give the transfer up."""
         if not self.is_over and not self._aborted:
             self._aborted = True
             # one that has not begun looks at `_aborted` first
-            if self.state is not PullState.RESOLVING:
-                self._task.cancel()
+            if self.task is not None and self.state is not PullState.RESOLVING:
+                self.task.cancel()
 
     def look(self) -> None:
         """Drive the link."""
@@ -138,20 +127,31 @@ class Pull:
             if ended is not None:
                 self._read.set_result(ended)
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Returns when the outcome is known."""
         try:
             await self._transfer()
         except asyncio.CancelledError:
             if not self._aborted:
                 raise
-            await self._fail("aborted")
+            self._fail("aborted")
         except PeerFailed as failure:
             self.is_silent = failure.is_silent
-            await self._fail(str(failure))
+            self._fail(str(failure))
         except Exception as error:
             # One peer's doing must not end the thread that serves all of them.
             logger.exception("transfer %d of %s", self.id, self.spec.request_id)
-            await self._fail(f"{type(error).__name__}: {error}")
+            self._fail(f"{type(error).__name__}: {error}")
+
+    async def drain(self) -> None:
+        """Returns when no write can come any more. Some links end a read only with the peer's help, so it is told now
+        and then."""
+        while self.state is PullState.ABANDONED and not self._read.done():
+            await asyncio.wait({self._read}, timeout=PullLimits.heartbeat)
+            if self._claim is not None and self.session is not None and not self._read.done():
+                self.session.tell(Heartbeat(self._claim), PullLimits.answer)
+        if self.state is PullState.ABANDONED:
+            self._to(PullState.FAILED)
 
     async def _transfer(self) -> None:
         """Returns when it is DONE."""
@@ -237,31 +237,19 @@ class Pull:
             raise PeerFailed(f"refused by the peer: {reply.reason.value}")
         return reply
 
-    async def _fail(self, failure: str) -> None:
-        """Give the lease back; returns when no write can come any more."""
+    def _fail(self, failure: str) -> None:
+        """Give the lease back."""
         self.failure = failure
-        claim, self._claim = self._claim, None
-        if claim is not None and self.session is not None:
-            self.session.tell(Release(claim), PullLimits.answer)
-        if self.state is PullState.READING:
+        if self._claim is not None and self.session is not None:
+            self.session.tell(Release(self._claim), PullLimits.answer)
+        is_reading = self.state is PullState.READING
+        if is_reading:
             self._tools.worker.cancel(self.id)
             self.look()
-            if not self._read.done():
-                self._to(PullState.ABANDONED)
-                await self._drain(claim)
-        self._to(PullState.FAILED)
-
-    async def _drain(self, claim: int | None) -> None:
-        """Some links end a read only with the peer's help, so it is told now and then."""
-        while not self._read.done():
-            await asyncio.wait({self._read}, timeout=PullLimits.heartbeat)
-            if claim is not None and self.session is not None and not self._read.done():
-                self.session.tell(Heartbeat(claim), PullLimits.answer)
+        self._to(PullState.ABANDONED if is_reading and not self._read.done() else PullState.FAILED)
 
     def _to(self, state: PullState) -> None:
         """Change the state; the only place that does."""
         if state not in TRANSITIONS[self.state]:
             raise AssertionError(f"{self.spec.request_id}: {self.state.value} -> {state.value} is not a transition")
-        was_over, self.state = self.is_over, state
-        if self.is_over and not was_over:
-            self._ended(self)
+        self.state = state

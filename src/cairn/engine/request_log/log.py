@@ -29,6 +29,7 @@ from cairn.engine.request_log.lines import LogEntry, LogLines
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request
+from cairn.scheduler.state import RequestObserver
 from cairn.types import Clock, RequestId
 
 UNIT = 64
@@ -38,8 +39,8 @@ MAX_WRITTEN_TOKENS = 1 << 24
 """For how many tokens the block hashes in the file are remembered: 30 MiB."""
 
 
-class RequestLog:
-    """A `RequestObserver` that makes a `LogEntry` of each request when it ends. One thread only."""
+class RequestLog(RequestObserver):
+    """Makes a `LogEntry` of each request when it ends. One thread only."""
 
     def __init__(self, sink: LogFile, clock: Clock) -> None:
         self._sink = sink

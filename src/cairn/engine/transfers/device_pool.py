@@ -101,13 +101,14 @@ class DevicePool:
             return
         with self._stream.use():
             staging = Staging()
-            arrays = [staging.add(each) for each in copies.by_token()]
+            numbers = (copies.pages, copies.page_tokens, copies.slots, copies.slot_tokens)
+            arrays = [staging.add(each) for each in numbers]
             staging.send(self._pool.device)
-            slot, slot_token, page, page_token = (each.tensor for each in arrays)
+            pages, page_tokens, slots, slot_tokens = (each.tensor for each in arrays)
             staged = self._pool[first_page:].view(-1)[: copies.num_slots * pairing.slot_bytes]
-            slots = staged.view(copies.num_slots, pairing.slot_bytes)
-            for target, source in _runs_of_units(self._pool, slots, pairing):
-                self._kernels.copy_tokens(target, page, page_token, source, slot, slot_token)
+            bytes_of_slots = staged.view(copies.num_slots, pairing.slot_bytes)
+            for target, source in _runs_of_units(self._pool, bytes_of_slots, pairing):
+                self._kernels.copy_tokens(target, pages, page_tokens, source, slots, slot_tokens)
 
     def fence(self) -> Fence:
         return self._stream.record()

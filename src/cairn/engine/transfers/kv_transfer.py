@@ -33,7 +33,7 @@ from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Link
 from cairn.transfer.links.gpu_paths import describe_gpu_paths
 from cairn.transfer.memory import PoolMemory
-from cairn.transfer.params import HINT, RELEASE_KEY, parse_kv_transfer_params
+from cairn.transfer.params import HINT, RELEASE_KEY, Hint, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy, is_loopback
 from cairn.transfer.planner import PairedPages, StagingArea
 from cairn.transfer.producer import Producer
@@ -83,12 +83,7 @@ class KvTransfer:
         if request.transfer.offered is not None:
             return msgspec.json.encode(self._reference(request, request.transfer.offered))
         if request.spec.role.source is not None and request.spec.role.source.nonce is not None:
-            hint = {
-                "engine": self.engine_id,
-                "host": self.host,
-                "port": self.side_port,
-                "num_tokens": request.num_computed,
-            }
+            hint = Hint(self.engine_id, self.host, self.side_port, request.num_computed)
             return msgspec.json.encode({HINT: hint})
         return None
 
