@@ -30,6 +30,7 @@ from cairn.cache.prefix_cache import CachePolicy
 from cairn.replay.layouts import layout_for
 from cairn.replay.replay import Replay
 from cairn.replay.traces import read_trace
+from cairn.types import SystemClock
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -89,7 +90,7 @@ class MeasuredChoice(DivergenceStats):
 def measure(path: Path, budget: int, every: int) -> dict[str, object]:
     """One trace."""
     trace, policy = read_trace(path), CachePolicy(Auto(), ValuePerByte())
-    replay = Replay(layout_for("nemotron-3-nano"), budget, policy, 8192, trace.header)
+    replay = Replay(layout_for("nemotron-3-nano"), budget, policy, 8192, SystemClock(), trace.header)
     checkpoints, stats = replay.cache.checkpoints, MeasuredChoice(every)
     checkpoints.divergences = checkpoints.eviction._divergences = stats  # type: ignore[attr-defined]
     replay.run(trace)

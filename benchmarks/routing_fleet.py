@@ -41,6 +41,7 @@ from cairn.cache.tree_store import TreeObserver
 from cairn.replay.replay import Replay
 from cairn.replay.trace import Ids, TraceRequest, key_tokens
 from cairn.routing.rule import ReplicaLoad, RoutedRequest
+from cairn.types import ManualClock
 
 __all__ = ["Fleet", "FleetOptions", "FleetOutcome", "ReplayCache", "Router", "ServerModel"]
 
@@ -96,7 +97,7 @@ class ReplayCache(Replay):
 
     def __init__(self, layout: CacheLayout, budget_bytes: int, observer: TreeObserver | None = None) -> None:
         policy = CachePolicy(placement_for("auto", layout.block_size, exact=False), eviction_for("value"))
-        super().__init__(layout, budget_bytes, policy, MAX_NUM_BATCHED_TOKENS)
+        super().__init__(layout, budget_bytes, policy, MAX_NUM_BATCHED_TOKENS, ManualClock())
         if observer is not None:
             self.cache.observe(observer)
 

@@ -26,6 +26,7 @@ from cairn.replay.bounds import unlimited_hits
 from cairn.replay.layouts import layout_for
 from cairn.replay.replay import Replay
 from cairn.replay.traces import read_trace
+from cairn.types import SystemClock
 
 MAX_NUM_BATCHED_TOKENS = 8192
 
@@ -37,7 +38,7 @@ def measure(path: Path, layout_name: str, budget: int) -> dict[str, object]:
     rates = {"unlimited": sum(unlimited_hits(trace)) / num_tokens}
     for name, keeps_all in (("windows", False), ("all_tokens", True)):
         layout, policy = layout_for(layout_name, keeps_all_tokens=keeps_all), CachePolicy(Auto(), ValuePerByte())
-        replay = Replay(layout, budget, policy, MAX_NUM_BATCHED_TOKENS, trace.header)
+        replay = Replay(layout, budget, policy, MAX_NUM_BATCHED_TOKENS, SystemClock(), trace.header)
         rates[name] = sum(replay.run(trace).hits) / num_tokens
     ratio = rates["windows"] / rates["all_tokens"] if rates["all_tokens"] else float("inf")
     return {"trace": path.name.partition(".")[0], "budget": budget, **rates, "ratio": ratio}

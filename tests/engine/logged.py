@@ -159,7 +159,7 @@ def replayed(
     placement = None if mode == "none" else placement_for(mode, server.layout.block_size, rules.exact)
     policy = CachePolicy(placement, eviction_for(eviction or rules.eviction), rules.exact)
     budget_bytes = budget_bytes or server.budget_bytes
-    replay = Replay(server.layout, budget_bytes, policy, server.max_num_batched_tokens, server)
+    replay = Replay(server.layout, budget_bytes, policy, server.max_num_batched_tokens, ManualClock(), server)
     outcome = replay.run(trace)
     audit(replay.cache)
     assert not replay.cache.pinned.sequences and not replay.cache.pinned.steps and not replay.cache.pinned.pins

@@ -34,7 +34,7 @@ def replayed(trace, num_pages, mode="auto", eviction="value", exact=False, block
     sizes = layout(block_size)
     placement = placement_for(mode, block_size, exact) if mode is not None else None
     policy = CachePolicy(placement, eviction_for(eviction), exact)
-    replay = Replay(sizes, num_pages * sizes.page_bytes, policy, CHUNK)
+    replay = Replay(sizes, num_pages * sizes.page_bytes, policy, CHUNK, ManualClock())
     outcome = replay.run(trace)
     audit(replay.cache)
     assert not replay.cache.pinned.sequences and not replay.cache.pinned.steps
@@ -219,7 +219,6 @@ def test_scheduler_and_cache_are_timed(monkeypatch):
         Auto: ("in_prefill", "in_decode"),
     }
     outside = {Paths: ("shared", "add"), replay_module: ("key_tokens", "tree_memory")}
-    monkeypatch.setattr(replay_module, "thread_time", clock.now)
 
     def taking(owner, name, seconds):
         real = getattr(owner, name)
@@ -238,7 +237,7 @@ def test_scheduler_and_cache_are_timed(monkeypatch):
     sizes = layout()
     policy = CachePolicy(placement_for("auto", 16, False), eviction_for("lru"))
     rows = [([1] * 40, list(range(2, 9)), ()), ([1] * 40, [], ()), ([], [], ())]
-    outcome = Replay(sizes, 100 * sizes.page_bytes, policy, CHUNK).run(made_trace(rows, behind=3))
+    outcome = Replay(sizes, 100 * sizes.page_bytes, policy, CHUNK, clock).run(made_trace(rows, behind=3))
     names = {name for names in inside.values() for name in names}
     assert all(calls[name] for owner in (inside, outside) for names in owner.values() for name in names)
     assert outcome.seconds == sum(calls[name] for name in names)
@@ -248,9 +247,9 @@ def test_scheduler_and_cache_are_timed(monkeypatch):
 def test_bounds_of_the_arguments():
     sizes, policy = layout(), CachePolicy(placement_for("auto", 16, False), eviction_for("lru"))
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        Replay(sizes, 100 * sizes.page_bytes, policy, 63)
+        Replay(sizes, 100 * sizes.page_bytes, policy, 63, ManualClock())
     with pytest.raises(ValueError, match="num_pages"):
-        Replay(sizes, sizes.page_bytes - 1, policy, CHUNK)
+        Replay(sizes, sizes.page_bytes - 1, policy, CHUNK, ManualClock())
 
 
 def test_an_answer_without_room_for_all_of_it_is_kept_as_far_as_it_goes():

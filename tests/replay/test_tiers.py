@@ -12,6 +12,7 @@ from cairn.replay.layouts import layout_for
 from cairn.replay.replay import Replay
 from cairn.replay.trace import Trace, TraceRequest
 from cairn.tiers import demotion
+from cairn.types import SystemClock
 
 LAYOUT = layout_for("nemotron-3-nano", 16, None, None)
 STATE = LAYOUT.pages_per_checkpoint * LAYOUT.page_bytes
@@ -23,7 +24,7 @@ def request(number: int, path: list[int]) -> TraceRequest:
 
 def replay(requests, budget: int, **tiers: int):
     policy = CachePolicy(placement_for("auto", 16, False), eviction_for("value"), False)
-    run = Replay(LAYOUT, budget, policy, 2048, tiers=tiers)
+    run = Replay(LAYOUT, budget, policy, 2048, SystemClock(), tiers=tiers)
     return run.run(Trace("t", 64, tuple(requests)))
 
 

@@ -21,6 +21,7 @@ from cairn.replay.replay import Replay
 from cairn.replay.trace import Trace, TraceRequest
 from cairn.replay.traces import read_trace
 from cairn.routing.rule import ReplicaLoad, RoutedRequest, RoutingOptions
+from cairn.types import ManualClock
 from tiers import first
 
 UNIT = 64
@@ -78,7 +79,7 @@ def policy():
 @pytest.mark.parametrize(("rule", "budget_bytes"), [(SHIPPED, 90 * 1024), ("round robin", BIG)])
 def test_one_replica_hits_what_a_replay_hits(rule, budget_bytes):
     trace = chats()
-    replay = Replay(LAYOUT, budget_bytes, policy(), 8192).run(trace)
+    replay = Replay(LAYOUT, budget_bytes, policy(), 8192, ManualClock()).run(trace)
     _, outcome = run(rule, trace, replicas=1, budget_bytes=budget_bytes)
     assert outcome.cached.tolist() == replay.hits and sum(replay.hits) > 0
     assert (sum(replay.hits) < replay.prompt_tokens * 0.5) == (budget_bytes < BIG), "the small one has to evict"
@@ -87,7 +88,7 @@ def test_one_replica_hits_what_a_replay_hits(rule, budget_bytes):
 def test_one_cache_is_a_replay_of_all_copies():
     repeated = RepeatedTrace(chats(), 3, seed=1)
     whole = Trace("whole", UNIT, tuple(arrival.request for arrival in repeated.arrivals()))
-    replay = Replay(LAYOUT, 200 * 1024, policy(), 8192).run(whole)
+    replay = Replay(LAYOUT, 200 * 1024, policy(), 8192, ManualClock()).run(whole)
     row = routing.single_cache(repeated, LAYOUT, 200 * 1024)
     assert row["cached_share"] == replay.hit_tokens / replay.prompt_tokens > 0.3
 

@@ -24,8 +24,8 @@ class ReplayOutcome:
     `forward_passes`: prefill chunks. `lost`: every prompt token that was not hit, under one reason; those that no
     earlier request had are `never_seen`. `tier_tokens`: those hit that came from tiers below the cache. `refused`:
     requests that the budget cannot hold. `hits`: cached tokens, by request. `taken`, `used`, `evicted`: checkpoints by
-    kind. `peak_bytes`: the most memory of pages in use. `seconds`: of the processor, inside scheduler, cache and
-    policies. `tree`: memory of the trees at the end, see `tree_memory`.
+    kind. `peak_bytes`: the most memory of pages in use. `seconds`: inside scheduler, cache and policies. `tree`: memory
+    of the trees at the end, see `tree_memory`.
     """
 
     prompt_tokens: int = 0

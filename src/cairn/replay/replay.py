@@ -14,7 +14,6 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from time import thread_time
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,7 +36,7 @@ from cairn.scheduler.state import RequestObserver, SchedulerConfig, SchedulingPo
 from cairn.scheduler.transfers import Transfers
 from cairn.step import GRID, StepResult
 from cairn.transfer.contract import KvSource, TransferRole
-from cairn.types import Keys, ManualClock, RequestId, SamplingParams
+from cairn.types import Clock, Keys, ManualClock, RequestId, SamplingParams
 
 __all__ = ["Replay", "ReplayOutcome"]
 
@@ -70,9 +69,9 @@ class _Event(NamedTuple):
 class Replay(RequestObserver):
     """Replays one trace, once. `cache`: what it goes through; `outcome`: what has come of it.
 
-    `max_tokens`: of a step, at least 64. `log`: the server whose log the trace is. `tiers`: the bytes of those below
-    the cache, by name, the fastest first. `scheduling`: whose turn it is; None: as in the log. Raises ValueError if the
-    budget is less than a page, or `max_tokens` too small.
+    `max_tokens`: of a step, at least 64. `clock` measures what scheduler, cache and policies take. `log`: the server
+    whose log the trace is. `tiers`: the bytes of those below the cache, by name, the fastest first. `scheduling`: whose
+    turn it is; None: as in the log. Raises ValueError if the budget is less than a page, or `max_tokens` too small.
     """
 
     def __init__(
@@ -81,6 +80,7 @@ class Replay(RequestObserver):
         budget_bytes: int,
         policy: CachePolicy,
         max_tokens: int,
+        clock: Clock,
         log: ReplayedServer | None = None,
         tiers: Mapping[str, int] | None = None,
         scheduling: SchedulingPolicy | None = None,
@@ -108,6 +108,7 @@ class Replay(RequestObserver):
         self._tiers = ReplayedTiers(tiers or {}, self.cache, transfers, self._time)
         self._paths = Paths()
         self._unit = 1
+        self._clock = clock
         self._requests: dict[RequestId, ReplayRequest] = {}
         self._admitted: list[tuple[ReplayRequest, Request]] = []
         self._ended: list[RequestId] = []
@@ -205,14 +206,14 @@ class Replay(RequestObserver):
 
     def _run_until(self, step: int) -> None:
         """Plan and apply steps before this one of the log, and count the prompts that came in."""
-        since = thread_time()
+        since = self._clock.now()
         while self._scheduler.has_work and self._num_steps < step + self._late:
             skipped = self._scheduler.skip_plain_steps(step + self._late - self._num_steps, self._next_tokens)
             self._num_steps += skipped
             if not skipped:
                 self._run_step()
             self._poll()
-        self.outcome.seconds += thread_time() - since
+        self.outcome.seconds += self._clock.now() - since
         if step < sys.maxsize:
             self._num_steps = max(self._num_steps, step + self._late)
         for replayed, request in self._admitted:
