@@ -161,7 +161,7 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", type=Path, metavar="TRACE", help="JSON lines, plain or gzip: see docs/replay.md")
     parser.add_argument(
         "--layout",
-        help=f"{', '.join(LAYOUT_NAMES)}, or the path of a config.json; default: {_DEFAULT_LAYOUT}, or what a server's "
+        help=f"{', '.join(LAYOUT_NAMES)}, or the path of a config.json; default: {_DEFAULT_LAYOUT}, or what a "
         "server's own log says",
     )
     states = parser.add_mutually_exclusive_group()
