@@ -75,8 +75,8 @@ class WithoutGhosts(ValuePerByte):
 class WithoutInheritance(ValuePerByte):
     """The chance of a dropped checkpoint does not fall to the one above it."""
 
-    def _demote(self, node: Node) -> None:
-        self._records[node].demoted_child = None
+    def demote(self, last_checkpoint_node: Node) -> None:
+        pass
 
 
 class WithoutYoung(ValuePerByte):
@@ -94,7 +94,7 @@ class WithoutLineage(ValuePerByte):
         super().add(checkpoint, lineage)
         record = self._records[checkpoint.node]
         record.lineage = Lineage()
-        self._reclassify(record)
+        self.reclassify(checkpoint.node)
 
 
 class WithoutGrid(Auto):

@@ -4,8 +4,8 @@
 
 A trace's first requests are replayed by the shipped scheduler (`cairn replay`), with each public method of
 `PrefixCache` timed by the processor's clock of its thread; what the clock itself takes is measured beside it and taken
-off. The baseline, in the same round, is what no cache that compares tokens can do without: to bring each prompt's keys
-into the trees' form, once.
+off. Garbage collections leave out what there is before the replay, as they do in a server. The baseline, in the same
+round, is what no cache that compares tokens can do without: to bring each prompt's keys into the trees' form, once.
 """
 
 import argparse
@@ -23,9 +23,10 @@ from typing import Any
 from benchmarks.reporting import add_output_flags, as_json, circumstances, make_console
 from rich.table import Table
 
-from cairn.__main__ import main as cairn
 from cairn.cache import lookup
 from cairn.cache.prefix_cache import PrefixCache
+from cairn.engine.child_process import freeze_heap
+from cairn.replay.command import add_replay_flags, run_replay
 
 BAR_US = 1000.0
 
@@ -93,10 +94,12 @@ class Door:
 
 def measure(trace: Path, budget: str) -> Door:
     """One replay of `trace`."""
-    door = Door()
-    arguments = ["replay", str(trace), "--budget", budget, "--no-bounds"]
-    with door.timing(), contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        cairn(arguments)
+    door, parser = Door(), argparse.ArgumentParser()
+    add_replay_flags(parser)
+    arguments = parser.parse_args([str(trace), "--budget", budget, "--no-bounds"])
+    freeze_heap()
+    with door.timing(), contextlib.redirect_stdout(io.StringIO()):
+        run_replay(arguments)
     return door
 
 

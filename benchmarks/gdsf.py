@@ -3,7 +3,7 @@
 from math import log2
 
 from cairn.cache.checkpoint import Lineage
-from cairn.cache.eviction import CheckpointFacts, EvictionPolicy
+from cairn.cache.eviction import EvictionPolicy
 from cairn.cache.tree import Checkpoint, Node
 
 __all__ = ["DecayedFrequency"]
@@ -32,13 +32,13 @@ class DecayedFrequency(EvictionPolicy):
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         self._uses.setdefault(checkpoint.node, (1.0, self._now))
 
-    def use(self, checkpoint: Checkpoint) -> None:
+    def checkpoint_used(self, checkpoint: Checkpoint) -> None:
         frequency, since = self._uses[checkpoint.node]
         self._uses[checkpoint.node] = (1.0 + frequency * 2.0 ** ((since - self._now) / self._half_life), self._now)
 
     def drop(self, checkpoint: Checkpoint) -> None:
         del self._uses[checkpoint.node]
 
-    def priority(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> float:
+    def priority(self, checkpoint: Checkpoint, saved_tokens: int, freed_bytes: int) -> float:
         frequency, since = self._uses[checkpoint.node]
-        return log2(frequency * facts.saved_tokens / max(1, facts.freed_bytes)) + since / self._half_life
+        return log2(frequency * saved_tokens / max(1, freed_bytes)) + since / self._half_life

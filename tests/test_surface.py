@@ -142,7 +142,7 @@ EXPORTED = {
     "cairn.deploy.ray": "app",
     "cairn.cache.checkpoint": "Kind Lineage Origin",
     "cairn.cache.divergence": "DivergenceStats",
-    "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed ValuePerByte eviction_for",
+    "cairn.cache.eviction": "EvictionPolicy LeastRecentlyUsed ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout reach_name",
     "cairn.cache.sequence_blocks": "MissSpan Namespace PagePin PageTable PageTables PendingState "
     "PrefixMatch SequenceBlocks",

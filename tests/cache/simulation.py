@@ -99,7 +99,7 @@ class Simulation:
     def start(self, name: str, prompt: Prefix, namespace: Namespace = PLAIN, boundaries=()) -> Request:
         boundaries = tuple(end if isinstance(end, Boundary) else Boundary(end) for end in boundaries)
         lease = self.cache.lookup(namespace, np.array(prompt, np.int64), name)
-        facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.ever_matched)
+        facts = PromptFacts(len(prompt), lease.hit, lease.ever_matched)
         request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
         self.requests.append(request)
         self.check_hit(request)
@@ -113,7 +113,7 @@ class Simulation:
         """Another server gives the first `position` tokens and the state at `state_at` (of a model that has one, or at
         the prompt's end), or fails when that is more than what is asked for. None when nothing came of it."""
         lease = self.cache.lookup(namespace, np.array(prompt, np.int64), name)
-        facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.ever_matched, (), self.cache.policy.exact)
+        facts = PromptFacts(len(prompt), lease.hit, lease.ever_matched, (), self.cache.policy.exact)
         request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
         self.check_reasons(request)
         known = lease.matched

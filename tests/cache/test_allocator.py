@@ -110,7 +110,7 @@ def test_without_inheritance_they_do_not():
 def test_the_young_are_ranked_anew_when_they_are_a_little_older():
     sim = Simulation.build(200, Junction(64, False), ValuePerByte())
     checkpoints, policy = sim.cache.checkpoints, sim.cache.policy.eviction
-    policy.refresh_due = lambda num_ranked: False
+    policy._rank_at = inf
     kept = sim.start("kept", PROMPT)
     assert sim.prefill(kept, 64)
     (checkpoint,) = list(checkpoints.queue)

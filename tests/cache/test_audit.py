@@ -9,7 +9,7 @@ from simulation import Simulation
 
 from cairn.cache.audit import audit
 from cairn.cache.checkpoint import Kind, Lineage, Origin
-from cairn.cache.eviction import LeastRecentlyUsed, ReuseStats
+from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.placement import Auto
 from cairn.cache.sequence_blocks import Namespace
 from cairn.cache.tree import Checkpoint, Node
@@ -139,7 +139,7 @@ def ghost_above_a_resident(w: World) -> None:
 
 
 def ghost_with_a_checkpoint(w: World) -> None:
-    w.checkpoints.attach(w.ghost, w.pool.allocate(2), Kind.GRID, Origin.GRID, "nobody")
+    w.checkpoints.attach(Checkpoint(w.ghost, w.pool.allocate(2), Kind.GRID, Origin.GRID, "nobody"), Lineage())
 
 
 def ghost_in_a_lease(w: World) -> None:
@@ -179,7 +179,7 @@ def node_of_a_checkpoint(w: World) -> None:
 
 def checkpoint_not_in_the_queue(w: World) -> None:
     w.checkpoints.queue.remove(w.ordinary)
-    w.checkpoints.queue.push(stray := w.stray(), w.checkpoints.facts(stray))
+    w.checkpoints.queue.push(w.stray())
 
 
 def file_too_long(w: World) -> None:
@@ -212,7 +212,7 @@ def barren_listed_that_is_not(w: World) -> None:
 
 
 def queue_entry_too_many(w: World) -> None:
-    w.checkpoints.queue.push(stray := w.stray(), w.checkpoints.facts(stray))
+    w.checkpoints.queue.push(w.stray())
 
 
 def node_of_a_record(w: World) -> None:
@@ -225,7 +225,7 @@ def checkpoint_without_a_record(w: World) -> None:
 
 def record_in_no_tree(w: World) -> None:
     stray = w.stray()
-    w.policy._records[stray.node] = ReuseStats.of(stray, Lineage())
+    w.policy._records[stray.node] = replace(w.policy._records[w.other], node=stray.node)
 
 
 def ghost_record_not_counted(w: World) -> None:
@@ -233,11 +233,11 @@ def ghost_record_not_counted(w: World) -> None:
 
 
 def ghost_record_of_a_checkpoint(w: World) -> None:
-    w.policy._ghosts[w.other] = None
+    w.policy._ghosts[w.other] = w.policy._records[w.other]
 
 
 def ghost_without_a_record(w: World) -> None:
-    w.policy._ghosts[w.stray().node] = None
+    w.policy._ghosts[w.stray().node] = w.policy._records[w.other]
 
 
 def answer_in_no_tree(w: World) -> None:

@@ -1,6 +1,6 @@
 """What the cache learns of reuse: hazards by age, records and their ghosts, and where prompts diverge."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import e, inf
 
 import numpy as np
@@ -11,22 +11,30 @@ from hypothesis import strategies as st
 from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.divergence import MAX_DIVERGENCES, DivergenceStats
 from cairn.cache.eviction import MIN_REFRESH_INTERVAL, ValuePerByte
-from cairn.cache.hazard import BINS, MAX_HITS, HazardTable, TimesAtRisk, Watched
+from cairn.cache.hazard import _EDGES, BINS, MAX_HITS, HazardTable, Watched
 from cairn.cache.tree import Checkpoint, Node
 from cairn.step import GRID
 
 KEYS = bytes(8)
 
 
+def live(table, events):
+    """Let `table` see one thing after the other: its class, its age in the end, whether it was used then."""
+    now = 0
+    for kind, age, is_used in events:
+        watched = Watched(since=now)
+        table.watch(watched, kind, now)
+        now += age
+        if is_used:
+            table.use(watched, now)
+        table.forget(watched, now)
+    table.refresh(now)
+
+
 def taught(events):
     """A table that has seen `events`: class, age, whether it was used then or only lived so long."""
     table = HazardTable()
-    for kind, age, used in events:
-        row = table.row(kind)
-        table.at_risk(row, 0, age)
-        if used:
-            table.hit(row, age)
-    table.refresh()
+    live(table, events)
     return table
 
 
@@ -51,9 +59,9 @@ def test_a_pause_before_the_use_does_not_lower_the_index():
 
 
 def test_the_index_is_hits_per_time_up_to_the_best_moment_to_stop():
-    # half are used at age 16, the others live to 1024: it is best to stop waiting soon after 16
-    table = taught([((1,), 16.5, True)] * 500 + [((1,), 1024, False)] * 500)
-    assert table.index(table.row((1,)), 0) == pytest.approx(0.5 / 19, rel=0.25)
+    # half are used at age 16, the others live to 1024: it is best to stop where the bin of 16 ends, at 22.6
+    table = taught([((1,), 16, True)] * 500 + [((1,), 1024, False)] * 500)
+    assert table.index(table.row((1,)), 0) == pytest.approx(0.5 / 22.6, rel=0.15)
 
 
 def test_what_is_seen_at_an_age_counts_for_those_around_it():
@@ -80,89 +88,75 @@ def test_a_class_that_is_not_in_the_table_yet_reads_from_above():
 def test_the_table_is_bounded_and_forgets():
     table = HazardTable(max_classes=10)
     rows = {table.row((kind,)) for kind in range(100)}
-    assert len(table) == 10 and len(rows) == 10
+    assert len(table._rows) == 10 and len(rows) == 10
     table = taught([((1,), 4, True)] * (MAX_HITS + 10))
-    table.refresh()
-    assert table._hits.sum() <= (MAX_HITS + 10) / 2
+    assert table._counts[:, :BINS].sum() <= (MAX_HITS + 10) / 2
     # what holds now soon outweighs what held then
-    for _ in range(MAX_HITS):
-        table.at_risk(table.row((1,)), 0, 400)
-    table.refresh()
+    live(table, [((1,), 400, False)] * MAX_HITS)
     assert table.index(table.row((1,)), 0) < 0.2
 
 
-@given(st.lists(st.tuples(st.floats(0, 300_000), st.floats(0, 300_000)), max_size=20))
-def test_time_at_risk_is_the_same_one_by_one_and_together(spans):
-    spans = [(min(span), max(span)) for span in spans]
-    one, many = HazardTable(), HazardTable()
-    rows = np.array([one.row((number % 3,)) for number in range(len(spans))], np.int64)
-    assert [many.row((number % 3,)) for number in range(len(spans))] == rows.tolist()
-    for row, (since, until) in zip(rows.tolist(), spans, strict=True):
-        one.at_risk(row, since, until)
-    many.all_at_risk(rows, np.array([s for s, _ in spans]), np.array([u for _, u in spans]))
-    assert np.allclose(one._risk[: len(one)], many._risk[: len(many)])
-    assert one._risk.sum() == pytest.approx(sum(until - since for since, until in spans), abs=1e-6)
-    assert one._risk.shape[1] == BINS
-
-
 EVENTS = st.tuples(
-    st.sampled_from(["begin", "use", "move", "end", "count"]), st.integers(0, 5), st.integers(0, 2), st.integers(0, 9)
+    st.sampled_from(["watch", "use", "forget", "refresh"]), st.integers(0, 5), st.integers(0, 2), st.integers(0, 2000)
 )
 
 
 @settings(deadline=None)
 @given(st.lists(EVENTS, max_size=60))
-def test_times_are_the_same_in_columns_and_one_by_one(events):
-    table, plain = HazardTable(), HazardTable()
-    for each in (table, plain):
-        assert [each.row((kind,)) for kind in range(3)] == [1, 2, 3]
-    times, watched = TimesAtRisk(table), [Watched() for _ in range(6)]
+def test_time_at_risk_is_what_each_has_waited_at_each_age(events):
+    table, watched = HazardTable(), [Watched() for _ in range(6)]
+    rows = [table.row((kind,)) for kind in range(3)]
+    hits, risk = np.zeros((64, BINS)), np.zeros((64, BINS))
     waits: dict[int, list[int]] = {}  # row, since, counted up to
+    ages = [*_EDGES[:-1].tolist(), inf]
 
-    def count(number: int, now: int) -> None:
+    def count(number: int) -> None:
         row, since, counted = waits[number]
-        plain.at_risk(row, counted - since, now - since)
+        for age, (begin, end) in enumerate(pairwise(ages)):
+            risk[row, age] += max(0.0, min(end, now - since) - max(begin, counted - since))
         waits[number][2] = now
 
     now = 0
     for event, number, kind, pause in events:
         now += pause
-        if event == "count":
-            times.count_all(now)
-            for each in waits:
-                count(each, now)
-            continue
+        each = watched[number]
         if number in waits:
-            count(number, now)
-        if event == "begin":
-            if number not in waits:
-                times.restart(watched[number], kind + 1, now)
-                waits[number] = [kind + 1, now, now]
+            count(number)
+        if event == "refresh":
+            table.refresh(now)
+        elif event == "watch":
+            table.watch(each, (kind,), now)
+            waits[number] = [rows[kind], each.since, now]
         elif event == "use":
-            times.use(watched[number], now)
             if number in waits:
-                plain.hit(waits[number][0], now - waits[number][1])
-        elif event == "end":
-            times.remove(watched[number], now)
+                waited = now - waits[number][1]
+                hits[waits[number][0], sum(waited >= age for age in ages) - 1] += 1
+            table.use(each, now)
+            table.watch(each, (kind,), now)
+            waits[number] = [rows[kind], now, now]
+        else:
+            table.forget(each, now)
             waits.pop(number, None)
-        elif number in waits:
-            times.move(watched[number], kind + 1, now)
-            waits[number][0] = kind + 1
-    times.count_all(now)
-    for each in waits:
-        count(each, now)
-    assert np.allclose(table._risk, plain._risk) and (table._hits == plain._hits).all()
+    table.refresh(now)
+    for number in waits:
+        count(number)
+    assert (table._counts[:, :BINS] == hits).all() and np.allclose(table._counts[:, BINS:], risk)
 
 
 def test_more_things_than_columns_are_counted():
     table, watched = HazardTable(), [Watched() for _ in range(200)]
-    times = TimesAtRisk(table)
     for each in watched:
-        times.restart(each, 0, 0)
-    times.count_all(3)
+        table.watch(each, (), 0)
+    table.refresh(3)
     for each in watched[::2]:
-        times.remove(each, 4)
-    assert len({each.slot for each in watched[1::2]}) == 100 and table._risk.sum() == pytest.approx(200 * 3 + 100)
+        table.forget(each, 4)
+    table.refresh(4)
+    assert len({each.slot for each in watched[1::2]}) == 100
+    assert table._counts[:, BINS:].sum() == pytest.approx(200 * 4)
+    # and those that come and go take the places of those before them, whether or not anybody looks
+    for now in range(5, 2000):
+        table.watch(watched[0], (), now)
+    assert table._waits.shape[1] == 256
 
 
 # -- records ---------------------------------------------------------------------------------------------------------
@@ -233,7 +227,7 @@ def test_what_is_left_above_takes_over_the_chance_of_what_has_gone():
     for now in range(1, 200, 4):
         # the deeper one is used again and again, the other never
         used(policy, below, now)
-    policy.refresh_due(1)
+    policy.refresh([])
     alone, wanted = policy.chance(above), policy.chance(below)
     assert wanted > 4 * alone
     dropped(policy, below)
@@ -252,7 +246,7 @@ def test_a_chance_that_was_taken_over_is_handed_on():
         made(policy, node)
     for now in range(1, 200, 4):
         used(policy, below, now)
-    policy.refresh_due(1)
+    policy.refresh([])
     wanted = policy.chance(below)
     dropped(policy, below)
     dropped(policy, middle)
@@ -285,11 +279,13 @@ def test_a_request_that_goes_on_where_another_one_ended_is_its_next_turn():
 def test_it_learns_when_enough_requests_have_come():
     policy, (node,) = learner(), chain(1)
     made(policy, node)
-    assert policy.refresh_due(1000) and not policy.refresh_due(1000)
+    ranked = [node.checkpoint] * 1000
+    assert policy.refresh(ranked) == ranked and policy.refresh(ranked) == []
+    policy._to_rerank.clear()
     policy.now = MIN_REFRESH_INTERVAL
-    assert not policy.refresh_due(1000), "a large cache is ranked anew less often"
+    assert policy.refresh(ranked) == [], "a large cache is ranked anew less often"
     policy.now = 250
-    assert policy.refresh_due(1000)
+    assert policy.refresh(ranked) == ranked
 
 
 def test_a_policy_serves_one_cache():

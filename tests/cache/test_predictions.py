@@ -62,7 +62,7 @@ def test_checkpoints_of_one_commit_are_ranked_with_all_of_them_there():
     ranked = {checkpoint: priority for _, priority, version, checkpoint in queue._heap if version in queue._live}
     assert len(ranked) == LENGTH // 64
     for checkpoint, priority in ranked.items():
-        assert priority == cache.policy.eviction.priority(checkpoint, cache.checkpoints.facts(checkpoint))
+        assert priority == cache.checkpoints._place_of(checkpoint)[1]
 
 
 def test_a_full_pool_hits_what_nobody_announced_at_the_second_sighting():
@@ -93,7 +93,7 @@ class Priced(ValuePerByte):
 
     worthless = frozenset()
 
-    def priority(self, checkpoint, facts):
+    def priority(self, checkpoint, saved_tokens, freed_bytes):
         return float(checkpoint not in self.worthless)
 
 
@@ -111,7 +111,7 @@ def test_a_point_goes_for_what_is_left_once_the_ends_that_stay_have_their_places
     store = cache.checkpoints
     policy.worthless = frozenset(islice(store.queue, num_worthless))
     for checkpoint in list(policy.worthless):
-        store.queue.push(checkpoint, store.facts(checkpoint))
+        store.queue.push(checkpoint)
     boundaries = (Boundary(200, "system_end"), Boundary(600, "message_end"))[:ends]
     assert len(cache.prompt_facts(lease, LENGTH, boundaries).predicted) == taken
     cache.release(lease)
@@ -180,7 +180,7 @@ def test_chances_of_paths_are_learned_by_what_they_are():
         path, fork = Lineage(end=1000), Lineage(start=500, end=1000, forked=True)
         policy.begin_request(None, path, None)
         policy.begin_request(None, fork, path)
-    policy.refresh_due(1)
+    policy.refresh([])
     assert len(policy._paths) == 100 and policy.now == 600
     path, fork = Lineage(end=1000), Lineage(start=500, end=1000, forked=True)
     policy.begin_request(None, path, None)

@@ -10,6 +10,7 @@ from cairn.cache.audit import audit
 from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.divergence import DivergenceStats
 from cairn.cache.eviction import ValuePerByte
+from cairn.cache.hazard import BINS
 from cairn.cache.placement import Auto
 from cairn.cache.tree import Checkpoint, Node
 from cairn.types import Boundary
@@ -121,10 +122,10 @@ def test_a_ghost_waits_as_well_so_that_it_is_learned_what_would_have_been():
     policy.add(checkpoint, Lineage(end=90))
     node.checkpoint = None
     policy.drop(checkpoint)
-    policy.await_tools(node)
+    policy.reclassify(node, awaits_tools=True)
     row = policy._records[node].row
     policy.begin_request(node, Lineage(), None)
-    assert policy.table._hits[row].sum() == 1 and not policy._records[node].awaits_tools
+    assert policy.table._counts[row, :BINS].sum() == 1 and not policy._records[node].awaits_tools
 
 
 @pytest.fixture

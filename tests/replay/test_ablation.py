@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from benchmarks import ablation
 from benchmarks.gdsf import DecayedFrequency
+from test_learning import live
 
 from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.divergence import DivergenceStats
-from cairn.cache.eviction import RERANK_AGE, CheckpointFacts, LeastRecentlyUsed, ValuePerByte
+from cairn.cache.eviction import RERANK_AGE, LeastRecentlyUsed, ValuePerByte
 from cairn.cache.hazard import HazardTable
 from cairn.cache.placement import PromptFacts
 from cairn.cache.tree import Checkpoint, Node
@@ -64,11 +65,7 @@ def test_names_mean_policies():
 def test_without_ages_a_class_has_one_rate():
     ages, none = HazardTable(), ablation.WithoutAges()
     for table in (ages, none):
-        row = table.row((1,))
-        for _ in range(100):
-            table.at_risk(row, 0, 100)
-            table.hit(row, 100)
-        table.refresh()
+        live(table, [((1,), 100, True)] * 100)
     assert len({none.index(1, age) for age in (0, 50, 100, 5000)}) == 1
     assert none.index(1, 0) == pytest.approx(0.01, rel=0.1)
     assert len({ages.index(1, age) for age in (0, 50, 100, 5000)}) == 4
@@ -76,23 +73,14 @@ def test_without_ages_a_class_has_one_rate():
 
 def test_without_the_index_the_present_rate_counts():
     table = ablation.WithoutGittins()
-    row = table.row((1,))
-    for _ in range(200):
-        table.at_risk(row, 0, 100)
-        table.hit(row, 100)
-    table.refresh()
-    assert table.index(row, 10) < table.index(row, 90) / 10, "nothing happens before age 100"
+    live(table, [((1,), 100, True)] * 200)
+    assert table.index(1, 10) < table.index(1, 90) / 10, "nothing happens before age 100"
 
 
 def test_without_neighbours_an_age_counts_for_itself():
     near, alone = HazardTable(), ablation.WithoutNeighbours()
     for table in (near, alone):
-        row = table.row((1,))
-        for _ in range(40):
-            table.at_risk(row, 0, 100)
-            table.hit(row, 100)
-        table.at_risk(row, 0, 2000)
-        table.refresh()
+        live(table, [((1,), 100, True)] * 40 + [((1,), 2000, False)])
     assert alone.index(1, 150) < near.index(1, 150) / 4
 
 
@@ -148,7 +136,7 @@ def test_without_young_only_the_regular_ranking_is_left():
 
 
 def test_without_the_grid_no_predicted_position_is_kept():
-    facts = PromptFacts(1000, 0, 0, 0, predicted={320: 1.0})
+    facts = PromptFacts(1000, 0, 0, predicted={320: 1.0})
     for name, kept in (("all", True), ("-grid", False)):
         wanted = ablation.cache_policy(name).placement.in_prefill(facts, 0, 1000)
         assert any(want.kind is Kind.GRID for want in wanted) is kept
@@ -157,7 +145,6 @@ def test_without_the_grid_no_predicted_position_is_kept():
 def test_frequencies_decay():
     policy = DecayedFrequency(half_life=10)
     old, new = (Checkpoint(Node(None, b"", 0, 0), np.empty(0, np.int32), Kind.GRID, Origin.GRID, "r") for _ in range(2))
-    facts = CheckpointFacts(100, 10, 0)
 
     def wait(requests):
         for _ in range(requests):
@@ -165,14 +152,14 @@ def test_frequencies_decay():
 
     policy.add(old, Lineage())
     for _ in range(3):
-        policy.use(old)
+        policy.checkpoint_used(old)
     wait(10)
     policy.add(new, Lineage())
-    assert policy.priority(old, facts) == pytest.approx(policy.priority(new, facts) + 1), "four uses count as two"
+    assert policy.priority(old, 100, 10) == pytest.approx(policy.priority(new, 100, 10) + 1), "four uses count as two"
     wait(10)
-    policy.use(new)
-    assert policy.priority(new, facts) > policy.priority(old, facts), "one and a half against one"
-    assert policy.priority(new, facts._replace(saved_tokens=200)) == pytest.approx(policy.priority(new, facts) + 1)
+    policy.checkpoint_used(new)
+    assert policy.priority(new, 100, 10) > policy.priority(old, 100, 10), "one and a half against one"
+    assert policy.priority(new, 200, 10) == pytest.approx(policy.priority(new, 100, 10) + 1)
     policy.drop(old)
     policy.add(old, Lineage())
-    assert policy.priority(old, facts) < policy.priority(new, facts), "what was dropped is forgotten"
+    assert policy.priority(old, 100, 10) < policy.priority(new, 100, 10), "what was dropped is forgotten"

@@ -13,7 +13,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import CheckpointPoint
 from cairn.cache.sequence_blocks import PagePin, PageTable, PendingState, SequenceBlocks
-from cairn.cache.tree import Node, TokenKey, common_prefix
+from cairn.cache.tree import Checkpoint, Node, TokenKey, common_prefix
 from cairn.step import GRID, PageCopy
 from cairn.types import Pages
 
@@ -44,7 +44,8 @@ class BlockAllocator:
         copies = [self._copy_on_write(sequence, table, index) for table, index in shared]
         blocks.copied = blocks.copied or num_tokens > sequence.matched
         for table in blocks.tables:
-            missing = table.missing_pages(num_tokens if table.group.reach is None else step_end)
+            end = num_tokens if table.group.reach is None else step_end
+            missing = table.group.pages_for(end) - table.length
             if missing > 0:
                 table.append(self.pool.allocate(missing))
         return copies
@@ -147,7 +148,7 @@ class TreeWriter:
                 attached.append(at)
         self.checkpoints.rank_attached(attached)
         if descending and sequence.match.last_checkpoint_node is not None:
-            self.checkpoints.eviction.add_above(sequence.match.last_checkpoint_node)
+            self.checkpoints.eviction.demote(sequence.match.last_checkpoint_node)
 
     def _insert(self, sequence: SequenceBlocks, upto: int) -> Node:
         tree = self.checkpoints.tree
@@ -191,9 +192,8 @@ class TreeWriter:
         pending = sequence.pending_states.pop(position)
         origin = _origin(sequence, position)
         self.checkpoints.tree.provide(node, sequence.blocks)
-        attached = self.checkpoints.attach(
-            node, pending.pages, pending.kind, origin, sequence.request_id, sequence.match.lineage
-        )
+        checkpoint = Checkpoint(node, pending.pages, pending.kind, origin, sequence.request_id)
+        attached = self.checkpoints.attach(checkpoint, sequence.match.lineage)
         if not attached:
             self.checkpoints.pool.release(pending.pages)
         assert node.checkpoint is not None

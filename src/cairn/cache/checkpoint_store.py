@@ -7,22 +7,23 @@ unreachable.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import inf
 
 from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.divergence import DivergenceStats
-from cairn.cache.eviction import CheckpointFacts, EvictionPolicy
+from cairn.cache.eviction import EvictionPolicy
 from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
-from cairn.cache.placement import PlacementPolicy, PromptFacts, grid_stride
+from cairn.cache.placement import PlacementPolicy, PromptFacts
 from cairn.cache.reasons import Reason
 from cairn.cache.retained import RetainedCheckpoints
 from cairn.cache.tree import Checkpoint, Node, next_above
 from cairn.cache.tree_store import TreeStore, pages_freed
-from cairn.types import Clock, Pages
+from cairn.types import Clock
 
+Place = tuple[bool, float]
+"""Whether a client retains a checkpoint, which goes last then, and its priority."""
 Entry = tuple[bool, float, int, Checkpoint]
 
 PEEKED = 63
@@ -34,13 +35,14 @@ like would save so many tokens a request more than a pool full of the other's.""
 
 
 class EvictionQueue:
-    """Checkpoints by priority, those that a client retains last. O(log n) a push or pop.
+    """Checkpoints in the order in which they go. O(log n) a push or pop.
 
     A heap whose outdated entries are passed over when they come up, and swept when they outnumber the live ones.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
+    def __init__(self, place_of: Callable[[Checkpoint], Place]) -> None:
+        """`place_of`: the place of a checkpoint as things are, of which the least goes first."""
+        self._place_of = place_of
         self._heap: list[Entry] = []
         self._live: dict[int, Checkpoint] = {}
         self._version = 0
@@ -54,13 +56,13 @@ class EvictionQueue:
     def __iter__(self) -> Iterator[Checkpoint]:
         return iter(self._live.values())
 
-    def push(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> None:
-        """Put a checkpoint in, or move it to its new place."""
+    def push(self, checkpoint: Checkpoint, place: Place | None = None) -> None:
+        """Put a checkpoint in, or move it to where it belongs now: to `place`, if that is known."""
         self.remove(checkpoint)
         self._version += 1
         checkpoint.version = self._version
         self._live[self._version] = checkpoint
-        heapq.heappush(self._heap, (*self._place(checkpoint, facts), self._version, checkpoint))
+        heapq.heappush(self._heap, (*(place or self._place_of(checkpoint)), self._version, checkpoint))
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = [entry for entry in self._heap if entry[2] in self._live]
             heapq.heapify(self._heap)
@@ -70,27 +72,21 @@ class EvictionQueue:
         self._live.pop(checkpoint.version, None)
 
     def pop(self) -> Checkpoint | None:
-        """Take out the checkpoint that goes next and return it; None if there is none."""
-        first = self._first()
-        if first is None:
-            return None
-        self.remove(first[3])
-        return first[3]
-
-    def is_next_victim(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> bool:
-        """Whether a checkpoint that is not in, with these facts, would be the next to go."""
-        first = self._first()
-        return first is None or self._place(checkpoint, facts) <= first[:2]
+        """Take out the checkpoint that goes next and return it; None if there is none. One that has a later place by
+        now, because what was above it has gone, is moved there."""
+        while (first := self._first()) is not None:
+            checkpoint = first[3]
+            self.remove(checkpoint)
+            place, after = self._place_of(checkpoint), self._first()
+            if after is None or place <= after[:2]:
+                return checkpoint
+            self.push(checkpoint, place)
+        return None
 
     def price(self) -> float:
         """The priority of the one that goes next; infinite if that is retained or there is none."""
         first = self._first()
         return inf if first is None or first[0] else first[1]
-
-    def _first(self) -> Entry | None:
-        while self._heap and self._heap[0][2] not in self._live:
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
 
     def prices(self) -> list[float]:
         """The priorities of those that go next, ascending; approximately, and of a few only."""
@@ -108,9 +104,10 @@ class EvictionQueue:
                 if below < len(self._heap):
                     heapq.heappush(places, (*self._heap[below][:3], below))
 
-    def _place(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> tuple[bool, float]:
-        """Its place in the queue: the least goes first."""
-        return facts.retained, self._policy.priority(checkpoint, facts)
+    def _first(self) -> Entry | None:
+        while self._heap and self._heap[0][2] not in self._live:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
 
 
 class CheckpointStore:
@@ -125,11 +122,9 @@ class CheckpointStore:
     ) -> None:
         self.tree = tree
         self.eviction = eviction
-        self.queue = EvictionQueue(eviction)
+        self.queue = EvictionQueue(self._place_of)
         self.retained = RetainedCheckpoints(layout, pool.num_pages, clock)
-        self.taken: Counter[Kind] = Counter()
-        self.evicted: Counter[Kind] = Counter()
-        self.earned: Counter[Kind] = Counter()
+        self.taken, self.evicted, self.earned = Counter[Kind](), Counter[Kind](), Counter[Kind]()
         self._layout = layout
         self.pool = pool
         self._tick = 0
@@ -144,27 +139,28 @@ class CheckpointStore:
 
     # -- what comes and goes -------------------------------------------------------------------------------------
 
-    def attach(
-        self, node: Node, pages: Pages, kind: Kind, origin: Origin, maker: str, lineage: Lineage | None = None
-    ) -> bool:
-        """Attach a checkpoint to the end of `node`, taking over the reference to its pages; `rank_attached` ranks it.
+    def attach(self, checkpoint: Checkpoint, lineage: Lineage) -> bool:
+        """Attach a new checkpoint to its node, taking over the reference to its pages; `rank_attached` ranks it.
+        `lineage`: of the request that took it.
 
-        False if one hangs there already that serves as well; then the caller keeps its pages.
+        False if one hangs there already that serves as well, which is of the new one's kind then if it was on
+        probation; the caller keeps the pages.
         """
-        old = node.checkpoint
+        node, old = checkpoint.node, checkpoint.node.checkpoint
         if old is not None:
-            if old.origin is not Origin.DECODE or origin is Origin.DECODE:
-                self._change_kind(old, kind)
+            if old.origin is not Origin.DECODE or checkpoint.origin is Origin.DECODE:
+                if old.kind.on_probation and not checkpoint.kind.on_probation:
+                    old.kind = checkpoint.kind
+                    self.eviction.reclassify(node)
+                    self._touch(old)
                 return False
             self.pool.release(old.pages)
-        node.checkpoint = checkpoint = Checkpoint(node, pages, kind, origin, maker)
-        node.loss = None
-        self.tree.unreachable.pop(node, None)
-        self.taken[kind] += 1
-        self.eviction.add(checkpoint, lineage or Lineage())
-        if old is not None:
             self.queue.remove(old)
             self.retained.replace(old, checkpoint)
+        node.checkpoint, node.loss = checkpoint, None
+        self.tree.unreachable.pop(node, None)
+        self.taken[checkpoint.kind] += 1
+        self.eviction.add(checkpoint, lineage)
         self._tick += 1
         checkpoint.last_used = self._tick
         self.tree.changed(node)
@@ -173,10 +169,7 @@ class CheckpointStore:
     def rank_attached(self, nodes: Iterable[Node]) -> None:
         """Rank the checkpoints that have been attached to `nodes`, and the next ones above them: what each saves and
         frees goes by its neighbours, so once all are there."""
-        nearby = (each for node in nodes for each in (node.checkpoint, next_above(node)))
-        for checkpoint in dict.fromkeys(nearby):
-            if checkpoint is not None:
-                self.queue.push(checkpoint, self.facts(checkpoint))
+        self._rank(dict.fromkeys(each for node in nodes for each in (node.checkpoint, next_above(node))))
 
     def make_room(self, num_pages: int) -> bool:
         """Drop until `num_pages` pages are free. False if all that may go has gone and it is not enough."""
@@ -185,24 +178,14 @@ class CheckpointStore:
             return True
         passed: list[Checkpoint] = []
         self.end_expired_retentions()
-        for aged in self.eviction.refresh(queue):
-            self._rank(aged)
-        while not tree.drop_unneeded(num_pages):
-            checkpoint = queue.pop()
-            if checkpoint is None:
-                break
+        self._rank(self.eviction.refresh(queue))
+        while not tree.drop_unneeded(num_pages) and (checkpoint := queue.pop()) is not None:
             if self.pool.counts[checkpoint.pages[0]] > 1:
                 # a step that has not been applied reads the state: dropping it would free nothing
                 passed.append(checkpoint)
-                continue
-            facts = self.facts(checkpoint)
-            if queue.is_next_victim(checkpoint, facts):
-                self._drop(checkpoint)
             else:
-                # it is worth more than when it was ranked: what was above it has gone since
-                queue.push(checkpoint, facts)
-        for checkpoint in passed:
-            queue.push(checkpoint, self.facts(checkpoint))
+                self._drop(checkpoint)
+        self._rank(passed)
         return self.pool.num_free >= num_pages
 
     def next_victims(self, num_pages: int) -> dict[Node, int]:
@@ -238,20 +221,20 @@ class CheckpointStore:
         """A request begins to run that resumes from `hit`. The others as in `EvictionPolicy`."""
         self.eviction.begin_request(last_checkpoint_node, lineage, left)
         if last_checkpoint_node is not None and last_checkpoint_node.checkpoint is not hit:
-            self._rank(last_checkpoint_node.checkpoint)
+            self._rank([last_checkpoint_node.checkpoint])
 
-    def predict(self, placement: PlacementPolicy, facts: PromptFacts, path: Lineage) -> PromptFacts:
-        """`facts` with the positions where a checkpoint is worth its bytes because later prompts are likely to leave
-        `path` after it."""
-        size, stride, stats = self._layout.pages_to_resume, grid_stride(facts.num_tokens), self.divergences
+    def predict(self, placement: PlacementPolicy, facts: PromptFacts, path: Lineage) -> None:
+        """Say in `facts` where a checkpoint is worth its bytes because later prompts are likely to leave `path` after
+        it."""
+        size, stats = self._layout.pages_to_resume, self.divergences
         chance = self.eviction.path_chance(path) / (size * self._layout.page_bytes)
-        answer_worth = chance * stride * stats.share(path, facts.num_tokens, inf)
-        most = facts.num_tokens - facts.hit
+        facts.answer_worth = chance * facts.stride * stats.share(path, facts.num_tokens, inf)
         # no position saves more than all that is computed
-        may_pay = self.pool.num_free >= size or not most * chance < self.queue.price() < inf
+        most = (facts.num_tokens - facts.hit) * chance
+        may_pay = self.pool.num_free >= size or not most < self.queue.price() < inf
         places = placement.candidates(facts) if may_pay else None
         if places is None:
-            return replace(facts, stride=stride, answer_worth=answer_worth)
+            return
         fixed, candidates = places
         idle = self.pool.num_free // size - len(fixed)
         prices = [self._copy_price + price for price in self.queue.prices()]
@@ -261,54 +244,43 @@ class CheckpointStore:
             victim = min(max(0, number - idle - 1), len(prices) - 1)
             return number < idle or not prices or saved * chance > prices[victim]
 
-        gains = stats.choose(path, facts.hit, fixed, candidates, pays) if pays(0, most) else {}
-        predicted = {position: gain * chance for position, gain in gains.items()}
-        return replace(facts, predicted=predicted, stride=stride, answer_worth=answer_worth)
+        gains = stats.choose(path, facts.hit, fixed, candidates, pays)
+        facts.predicted = {position: gain * chance for position, gain in gains.items()}
 
     def is_worth(self, num_pages: int, worth: float) -> bool:
         """Whether a checkpoint on probation, of `num_pages` pages, is worth its place: that is free, or it is worth
         more than what goes next."""
-        if self.pool.num_free >= num_pages or self.tree.drop_unneeded(num_pages):
-            return True
-        return worth > self._copy_price + self.queue.price()
+        return self.tree.drop_unneeded(num_pages) or worth > self._copy_price + self.queue.price()
 
     def use(self, checkpoint: Checkpoint) -> None:
         """Note that a request resumes from a checkpoint, unless that was dropped meanwhile."""
-        if checkpoint in self.queue:
+        if checkpoint.node.checkpoint is checkpoint:
             checkpoint.hits += 1
-            self.earned[checkpoint.kind] += self.facts(checkpoint).saved_tokens
-            self.eviction.use(checkpoint)
-            self._touch(checkpoint)
+            self.earned[checkpoint.kind] += self._saved_tokens(checkpoint)
             for observer in self.tree.observers:
                 observer.checkpoint_used(checkpoint)
+            self._touch(checkpoint)
 
     def _touch(self, checkpoint: Checkpoint) -> None:
         self._tick += 1
         checkpoint.last_used = self._tick
-        self.queue.push(checkpoint, self.facts(checkpoint))
-
-    def _change_kind(self, checkpoint: Checkpoint, kind: Kind) -> None:
-        """A checkpoint was made once more, as one of `kind`. One on probation is of that kind from now on."""
-        if checkpoint.kind.on_probation and not kind.on_probation:
-            checkpoint.kind = kind
-            self.eviction.change_kind(checkpoint)
-            self._touch(checkpoint)
+        self.queue.push(checkpoint)
 
     def await_uses(self, chances: Mapping[Node, float]) -> None:
         """From now on so many uses per request are certain of the checkpoints at these nodes, and of no others."""
         before, self.eviction.awaited = self.eviction.awaited, chances
-        # where a chance has risen with the turns alone, it is seen when the checkpoint's turn to go comes
-        for node in {**before, **chances}:  # in an order that a replay has as well
-            if node not in before or chances.get(node, 0.0) < before[node]:
-                self._rank(node.checkpoint)
+        # in an order that a replay has as well; where a chance has risen with the turns alone, it is seen when the
+        # checkpoint's turn to go comes
+        changed = (node for node in {**before, **chances} if chances.get(node, 0.0) < before.get(node, inf))
+        self._rank(node.checkpoint for node in changed)
 
     def await_tools(self, node: Node | None, lineage: Lineage) -> None:
         """The answer of a request of `lineage`, which ends at `node` as far as it is in the tree, was a call: what its
         session can go on from once its tools are done is worth what is learned of such waits."""
         lineage.awaits_tools = True
         while node is not None and node.parent is not None and node.end >= lineage.message_end:
-            self.eviction.await_tools(node)
-            self._rank(node.checkpoint)
+            self.eviction.reclassify(node, awaits_tools=True)
+            self._rank([node.checkpoint])
             node = node.parent
 
     # -- what clients retain ------------------------------------------------------------------------------------
@@ -318,7 +290,7 @@ class CheckpointStore:
         self.end_expired_retentions()
         if not self.retained.add(checkpoint, seconds):
             return False
-        self.queue.push(checkpoint, self.facts(checkpoint))
+        self.queue.push(checkpoint)
         return True
 
     def renew(self, node: Node | None, upto: int) -> None:
@@ -328,24 +300,24 @@ class CheckpointStore:
 
     def end_expired_retentions(self) -> None:
         """Retain those no longer whose time is over."""
-        for checkpoint in self.retained.pop_expired():
-            self.queue.push(checkpoint, self.facts(checkpoint))
+        self._rank(self.retained.pop_expired())
 
     # -- rank ----------------------------------------------------------------------------------------------------
 
-    def facts(self, checkpoint: Checkpoint) -> CheckpointFacts:
-        """What the eviction policy may know of a checkpoint that is in the tree."""
-        node = checkpoint.node
-        above = next_above(node)
-        # by place: it is asked for some twenty times a request, and names take as long again
-        return CheckpointFacts(
-            node.end - (above.node.end if above is not None else 0),
-            pages_freed(self._layout, checkpoint) * self._layout.page_bytes,
-            checkpoint.last_used,
-            checkpoint.retained_until is not None,
-        )
+    def freed_bytes(self, checkpoint: Checkpoint) -> int:
+        """What dropping a checkpoint frees, with the pages that only it makes useful."""
+        return pages_freed(self._layout, checkpoint) * self._layout.page_bytes
 
-    def _rank(self, checkpoint: Checkpoint | None) -> None:
-        """Put a checkpoint where it now belongs, if it waits to be dropped."""
-        if checkpoint is not None and checkpoint in self.queue:
-            self.queue.push(checkpoint, self.facts(checkpoint))
+    def _saved_tokens(self, checkpoint: Checkpoint) -> int:
+        above = next_above(checkpoint.node)
+        return checkpoint.node.end - (above.node.end if above is not None else 0)
+
+    def _place_of(self, checkpoint: Checkpoint) -> Place:
+        saved, freed = self._saved_tokens(checkpoint), self.freed_bytes(checkpoint)
+        return checkpoint.retained_until is not None, self.eviction.priority(checkpoint, saved, freed)
+
+    def _rank(self, checkpoints: Iterable[Checkpoint | None]) -> None:
+        """Put checkpoints where they now belong, those that have not been dropped."""
+        for checkpoint in checkpoints:
+            if checkpoint is not None and checkpoint.node.checkpoint is checkpoint:
+                self.queue.push(checkpoint)

@@ -54,11 +54,12 @@ class DivergenceStats:
         self._scores = [DECAY * s + log(max(share, 1e-4)) for s, share in zip(self._scores, likelihoods, strict=True)]
         odds = [exp(score - max(self._scores)) for score in self._scores]
         self._weights = [each / sum(odds) for each in odds]
-        lines = [_in_view(view, path) for view in range(3)]
-        self._recent.append(tuple(position * scale + shift for scale, shift in lines))
+        self._recent.append(tuple(position * scale + shift for scale, shift in _lines(path)))
         self._new += 1
         if self._new >= MIN_NEW or 2 * self._new > len(self._recent):
-            self._sum_up()
+            self._new = 0
+            self._arrays = [np.sort(np.array(places)) for places in zip(*self._recent, strict=True)]
+            self._views = [view.tolist() for view in self._arrays]
 
     def share(self, path: Lineage, start: float, end: float) -> float:
         """The part of all divergences from `path` that are expected at [start, end)."""
@@ -66,16 +67,12 @@ class DivergenceStats:
         begin, length = path.start, path.end - path.start or 1
         first = start if start > begin else begin
         last = end if end > first else first
-        guess = total = 0.0
-        if first < path.end:
-            guess = PRIOR * (_guess((path.end - first) / length) - _guess(max(0.0, path.end - last) / length))
-        for view, weight in enumerate(self._weights):
+        total, tails = 0.0, (max(0.0, path.end - first) / length, max(0.0, path.end - last) / length)
+        guess = PRIOR * (_guess(tails[0]) - _guess(tails[1]))
+        for weight, places, (scale, shift) in zip(self._weights, self._views, _lines(path), strict=True):
             if weight > MIN_WEIGHT:
-                inside = seen = 0
-                if places := self._views[view]:
-                    scale, shift = _in_view(view, path)
-                    inside = bisect_left(places, last * scale + shift) - bisect_left(places, first * scale + shift)
-                    seen = len(places) - bisect_left(places, begin * scale + shift)
+                inside = bisect_left(places, last * scale + shift) - bisect_left(places, first * scale + shift)
+                seen = len(places) - bisect_left(places, begin * scale + shift)
                 total += weight * (inside + guess) / (seen + PRIOR)
         return total
 
@@ -90,11 +87,10 @@ class DivergenceStats:
         """`shares_from` by each view alone."""
         first = np.maximum(positions, path.start)
         guess = _guess(np.maximum(path.end - first, 0) / (path.end - path.start or 1))
-        for view, places in enumerate(self._arrays):
-            scale, shift = _in_view(view, path)
+        for places, array, (scale, shift) in zip(self._views, self._arrays, _lines(path), strict=True):
             # a single place is sought several times as fast in a list
-            seen = len(places) - bisect_left(self._views[view], path.start * scale + shift)
-            left = len(places) - places.searchsorted(first * scale + shift)
+            seen = len(places) - bisect_left(places, path.start * scale + shift)
+            left = len(places) - array.searchsorted(first * scale + shift)
             yield (left + PRIOR * guess) / (seen + PRIOR)
 
     def choose(
@@ -124,11 +120,6 @@ class DivergenceStats:
             until[: best + 1] = np.maximum(until[: best + 1], shares[best])
         return chosen
 
-    def _sum_up(self) -> None:
-        self._new = 0
-        self._arrays = [np.sort(np.array(places)) for places in zip(*self._recent, strict=True)]
-        self._views = [view.tolist() for view in self._arrays]
-
 
 def _guess(remaining: Number) -> Number:
     """The part of all divergences that come after a place with the share `remaining` of the path still to come, as
@@ -138,9 +129,7 @@ def _guess(remaining: Number) -> Number:
     return 1 - passed**5 * (6 - 5 * passed)
 
 
-def _in_view(view: int, path: Lineage) -> tuple[float, float]:
-    """Scale and shift that make a position on `path` a place in a view."""
-    if view == 2:
-        scale = 1 / (path.end - path.start or 1)
-        return scale, -path.start * scale
-    return 1.0, -path.end if view == 0 else 0.0
+def _lines(path: Lineage) -> tuple[tuple[float, float], ...]:
+    """By view the scale and shift that make a position on `path` a place in it."""
+    share = 1 / (path.end - path.start or 1)
+    return (1.0, -path.end), (1.0, 0.0), (share, -path.start * share)

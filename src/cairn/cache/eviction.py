@@ -1,33 +1,19 @@
-"""Which checkpoint is dropped first: the seam `EvictionPolicy`, and the policies that `--eviction` names.
-
-The shipped policy ranks by value = chance of a use per request x tokens that the checkpoint saves / bytes that dropping
-it frees. The chance is learned for classes of checkpoints, by age (`cairn.cache.hazard`). A checkpoint's record stays
-for a while when the checkpoint has gone (a *ghost*), so that what is learned is what would have been, not only what the
-cache let happen: a prompt that is looked up uses the deepest record on its path, whether its checkpoint is there or
-not.
-"""
+"""Which checkpoint is dropped first: the seam `EvictionPolicy`, and the policies that `--eviction` names."""
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.divergence import DivergenceStats
-from cairn.cache.hazard import PSEUDO_HITS, Class, HazardTable, TimesAtRisk, Watched
+from cairn.cache.hazard import PSEUDO_HITS, Class, HazardTable, Watched
 from cairn.cache.tree import Checkpoint, Node, next_above, next_below
 from cairn.cache.tree_store import TreeObserver
 from cairn.step import GRID
 
-__all__ = [
-    "CheckpointFacts",
-    "EvictionPolicy",
-    "LeastRecentlyUsed",
-    "ValuePerByte",
-    "eviction_for",
-]
+__all__ = ["EvictionPolicy", "LeastRecentlyUsed", "ValuePerByte", "eviction_for"]
 
 MIN_REFRESH_INTERVAL = 16
 """Requests between two updates of the statistics, at least."""
@@ -54,17 +40,6 @@ _AWAITS_TOOLS = 7
 """In the place in a class where others have their turn or, from 3 to 6, how often they were used."""
 
 
-class CheckpointFacts(NamedTuple):
-    """What the tree says of a checkpoint. `saved_tokens`: tokens that need not be computed thanks to it, over the next
-    shallower checkpoint. `freed_bytes`: what dropping it frees, with the pages that only it makes useful. `last_used`:
-    a tick, larger the later."""
-
-    saved_tokens: int
-    freed_bytes: int
-    last_used: int
-    retained: bool = False
-
-
 class EvictionPolicy(TreeObserver):
     """Ranks the checkpoints of one cache: the one with the lowest priority is dropped first.
 
@@ -82,9 +57,12 @@ class EvictionPolicy(TreeObserver):
         """The policy serves a cache whose pool has room for `max_checkpoints`; where prompts leave the paths of others
         is for it to say to `divergences`. Called once, before all else."""
 
-    def priority(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> float:
-        """The rank of a checkpoint, asked for whenever its facts change; the lowest goes first. One on probation
-        is taken where it is expected to save more tokens per request and byte than that."""
+    def priority(self, checkpoint: Checkpoint, saved_tokens: int, freed_bytes: int) -> float:
+        """The rank of a checkpoint, asked for whenever something about it changes; the lowest goes first. One on
+        probation is taken where it is expected to save more tokens per request and byte than that.
+
+        `saved_tokens`: need not be computed thanks to it, over the next shallower one. `freed_bytes`: what dropping it
+        frees, with the pages that only it makes useful."""
         raise NotImplementedError
 
     def chance(self, node: Node) -> float:
@@ -102,21 +80,15 @@ class EvictionPolicy(TreeObserver):
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         """A checkpoint was taken, perhaps in the place of another one at the same node."""
 
-    def use(self, checkpoint: Checkpoint) -> None:
-        """A request resumes from a checkpoint."""
-
-    def change_kind(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint on probation was taken once more, as one of another kind."""
+    def reclassify(self, node: Node, awaits_tools: bool = False) -> None:
+        """The checkpoint at `node` was on probation and has another kind now; or, `awaits_tools`, an answer at whose
+        end, or whose prompt's, `node` is was a call: its session waits for its tools, from now on until the checkpoint
+        there is used. Those that the request has yet to take there are told by their lineage."""
 
     def drop(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was dropped and is no longer at its node."""
 
-    def await_tools(self, node: Node) -> None:
-        """An answer at whose end, or whose prompt's, `node` is was a call: its session waits for its tools, from now
-        on until the checkpoint there is used. Those that the request has yet to take there are told by their
-        lineage."""
-
-    def add_above(self, last_checkpoint_node: Node) -> None:
+    def demote(self, last_checkpoint_node: Node) -> None:
         """A request whose path goes through `last_checkpoint_node` has taken checkpoints, perhaps above that node."""
 
     def recorded_origin(self, node: Node) -> Origin | None:
@@ -147,37 +119,36 @@ class ReuseStats(Watched):
     kind: Kind
     origin: Origin
     lineage: Lineage
-    branches: int
-    awaits_tools: bool
+    branches: int = 0
+    awaits_tools: bool = False
     hits: int = 0
     demoted_child: "ReuseStats | None" = None
     share: float = 0.0
     share_of: tuple[int, float] = (-1, 0.0)
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, lineage: Lineage) -> "ReuseStats":
-        """That of a checkpoint which a request of `lineage` has taken."""
-        node, kind, origin = checkpoint.node, checkpoint.kind, checkpoint.origin
-        awaits = lineage.awaits_tools and node.end >= lineage.message_end
-        branches = len(node.children)
-        return cls(node=node, kind=kind, origin=origin, lineage=lineage, branches=branches, awaits_tools=awaits)
+    @property
+    def path(self) -> Lineage | None:
+        """The path whose chance that of a checkpoint on probation is a part of; None if it has one of its own."""
+        return self.node.lineage if self.kind.on_probation and not self.hits else None
 
     def class_key(self) -> Class:
         """The class in the hazard table, from the general to the particular."""
         kind, branches = self.kind.number, min(2, self.branches)
-        new = (self.lineage.turn, bisect_right(_NEW_TOKEN_BINS, self.lineage.new_tokens))
-        if self.awaits_tools:
-            return (kind, branches, _AWAITS_TOOLS, *new)
-        return (kind, branches, 3 + min(3, self.hits.bit_length())) if self.hits else (kind, branches, *new)
+        if self.hits and not self.awaits_tools:
+            return kind, branches, 3 + min(3, self.hits.bit_length())
+        new = self.lineage.turn, bisect_right(_NEW_TOKEN_BINS, self.lineage.new_tokens)
+        return (kind, branches, _AWAITS_TOOLS, *new) if self.awaits_tools else (kind, branches, *new)
 
 
 class ValuePerByte(EvictionPolicy):
-    """Drops what saves the least per byte that it keeps: chance of a use x tokens saved / bytes freed.
+    """Drops what saves the least per byte that it keeps: chance of a use per request x tokens saved / bytes freed.
 
-    With the chance as a rate, at its best over all times to wait, this is what one byte earns per request: what "LHD:
-    Improving Cache Hit Rate by Maximizing Hit Density" (Beckmann, Chen and Cidon, NSDI 2018) ranks by, for objects that
-    save different amounts. Time is counted in requests (`now`). The records of checkpoints that are gone are bounded by
-    `max_ghosts`.
+    With the chance at its best over all times to wait, this is what one byte earns per request: what "LHD: Improving
+    Cache Hit Rate by Maximizing Hit Density" (Beckmann, Chen and Cidon, NSDI 2018) ranks by, for objects that save
+    different amounts. The chance is learned for classes of checkpoints, by age in requests (`cairn.cache.hazard`). A
+    record stays for a while when its checkpoint has gone (a *ghost*; `max_ghosts` at most), so that what is learned is
+    what would have been, not only what the cache let happen: a prompt that is looked up uses the deepest record on its
+    path, whether its checkpoint is there or not.
     """
 
     def __init__(self, table: HazardTable | None = None) -> None:
@@ -186,9 +157,8 @@ class ValuePerByte(EvictionPolicy):
         self.max_ghosts = MIN_GHOSTS
         self.table = table or HazardTable()
         self.path_table = type(self.table)(pseudo_hits=PSEUDO_HITS / DISCOUNT)
-        self._times, self._path_times = TimesAtRisk(self.table), TimesAtRisk(self.path_table)
         self._records: dict[Node, ReuseStats] = {}
-        self._ghosts: OrderedDict[Node, None] = OrderedDict()
+        self._ghosts: OrderedDict[Node, ReuseStats] = OrderedDict()
         self._to_rerank: deque[tuple[int, Checkpoint]] = deque(maxlen=MAX_RERANKS)
         self._learn_at = self._rank_at = 0
         self._paths: OrderedDict[Lineage, None] = OrderedDict()
@@ -198,8 +168,8 @@ class ValuePerByte(EvictionPolicy):
         self.max_ghosts = GHOST_FACTOR * max_checkpoints + MIN_GHOSTS
         self._divergences = divergences
 
-    def priority(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> float:
-        return self.chance(checkpoint.node) * facts.saved_tokens / max(1, facts.freed_bytes)
+    def priority(self, checkpoint: Checkpoint, saved_tokens: int, freed_bytes: int) -> float:
+        return self.chance(checkpoint.node) * saved_tokens / max(1, freed_bytes)
 
     def chance(self, node: Node) -> float:
         """Uses per request to come, at best (see `HazardTable.refresh`), with those of its demoted child; no fewer than
@@ -207,14 +177,15 @@ class ValuePerByte(EvictionPolicy):
         record = self._records.get(node)
         if record is None:
             return 0.0
-        child = self._demoted_child(record)
-        learned = self._own_chance(record) + (self._own_chance(child) if child is not None else 0.0)
+        learned = self._own_chance(record)
+        if record.demoted_child is not None and (child := self._demoted_child(record)) is not None:
+            learned += self._own_chance(child)
         return max(learned, self.awaited[node]) if node in self.awaited else learned
-
-    # -- what happens --------------------------------------------------------------------------------------------
 
     def path_chance(self, path: Lineage) -> float:
         return DISCOUNT * self.path_table.index(path.row, self.now - path.since)
+
+    # -- what happens --------------------------------------------------------------------------------------------
 
     def begin_request(self, last_checkpoint_node: Node | None, lineage: Lineage, left: Lineage | None) -> None:
         self.now += 1
@@ -223,73 +194,64 @@ class ValuePerByte(EvictionPolicy):
         # nothing on the path could serve those who leave it before its first place on the grid
         if left is not None and not known_there and lineage.start - left.start >= GRID:
             self._divergences.observe(left, lineage.start)
-            self._path_times.use(left, self.now)
+            self.path_table.use(left, self.now)
             left.visits += 1
-            self._add_path(left)
+            self._watch_path(left)
         if record is not None:
             lineage.turn = 0 if record.branches else min(2, record.lineage.turn + 1)
-            self._times.use(record, self.now)
+            self.table.use(record, self.now)
             record.hits += 1
             record.awaits_tools = False
-            self._times.restart(record, self.table.row(record.class_key()), self.now)
-        self._add_path(lineage)
+            self.table.watch(record, record.class_key(), self.now)
+        lineage.since = self.now
+        self._watch_path(lineage)
 
-    def _add_path(self, path: Lineage) -> None:
+    def _watch_path(self, path: Lineage) -> None:
         """A path is new, or was left by one more request."""
         kind = 3 if path.forked else path.turn
-        row = self.path_table.row((min(3, path.visits), kind, bisect_right(_NEW_TOKEN_BINS, path.new_tokens)))
-        self._path_times.restart(path, row, self.now)
+        key = min(3, path.visits), kind, bisect_right(_NEW_TOKEN_BINS, path.new_tokens)
+        self.path_table.watch(path, key, self.now)
         self._paths[path] = None
         self._paths.move_to_end(path)
         if len(self._paths) > self.max_ghosts:
-            self._path_times.remove(self._paths.popitem(last=False)[0], self.now)
+            self.path_table.forget(self._paths.popitem(last=False)[0], self.now)
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
-        node = checkpoint.node
-        before = self._records.get(node)
-        record = ReuseStats.of(checkpoint, lineage)
+        node, before = checkpoint.node, self._records.get(checkpoint.node)
+        record = ReuseStats(node=node, kind=checkpoint.kind, origin=checkpoint.origin, lineage=lineage)
+        record.since, record.branches = self.now, len(node.children)
+        record.awaits_tools = lineage.awaits_tools and node.end >= lineage.message_end
+        self._records[node] = record
         if before is not None:  # what the ghost knew is kept
             record.hits, record.branches, record.demoted_child = before.hits, before.branches, before.demoted_child
-            self.node_forgotten(node)
-        self._times.restart(record, self.table.row(record.class_key()), self.now)
-        self._records[node] = record
+            self.table.forget(before, self.now)
+            self._ghosts.pop(node, None)
+        self.table.watch(record, record.class_key(), self.now)
         self.version += 1
         self._to_rerank.append((self.now, checkpoint))
 
-    def change_kind(self, checkpoint: Checkpoint) -> None:
-        record = self._records.get(checkpoint.node)
-        if record is not None:
-            record.kind = checkpoint.kind
-            self._reclassify(record)
-
-    def await_tools(self, node: Node) -> None:
+    def reclassify(self, node: Node, awaits_tools: bool = False) -> None:
         record = self._records.get(node)
         if record is not None:
-            record.awaits_tools = True
-            self._reclassify(record)
+            record.kind = node.checkpoint.kind if node.checkpoint is not None else record.kind
+            record.awaits_tools |= awaits_tools
+            record.branches = max(record.branches, len(node.children))
+            self.table.watch(record, record.class_key(), self.now)
+
+    node_branched = reclassify
 
     def drop(self, checkpoint: Checkpoint) -> None:
         node = checkpoint.node
-        if node not in self._records:
-            return
-        self._ghosts[node] = None
-        self._demote(node)
-        while len(self._ghosts) > self.max_ghosts:
-            self.node_forgotten(next(iter(self._ghosts)))
-
-    def add_above(self, last_checkpoint_node: Node) -> None:
-        if last_checkpoint_node in self._ghosts:
-            self._demote(last_checkpoint_node)
-
-    def node_branched(self, node: Node) -> None:
-        record = self._records.get(node)
-        if record is not None:
-            self._reclassify(record)
+        if node in self._records:
+            self._ghosts[node] = self._records[node]
+            self.demote(node)
+            while len(self._ghosts) > self.max_ghosts:
+                self.node_forgotten(next(iter(self._ghosts)))
 
     def node_forgotten(self, node: Node) -> None:
         record = self._records.pop(node, None)
         if record is not None:
-            self._times.remove(record, self.now)
+            self.table.forget(record, self.now)
             self._ghosts.pop(node, None)
 
     # -- what is asked -------------------------------------------------------------------------------------------
@@ -303,46 +265,40 @@ class ValuePerByte(EvictionPolicy):
         return strays + [(record.node, node in self._ghosts) for node, record in self._records.items()]
 
     def refresh(self, ranked: Collection[Checkpoint]) -> list[Checkpoint]:
-        due = list(ranked) if self.refresh_due(len(ranked)) else []
+        due = list[Checkpoint]()
+        if self.now >= self._rank_at:
+            due += ranked  # all have grown older
+            self._rank_at = self.now + max(1, len(ranked) // RANKED_PER_REQUEST)
+            if self.now >= self._learn_at:
+                self._learn_at = self.now + max(MIN_REFRESH_INTERVAL, len(ranked) // 4)
+                self.table.refresh(self.now)
+                self.path_table.refresh(self.now)
         while self._to_rerank and self._to_rerank[0][0] + RERANK_AGE <= self.now:
             due.append(self._to_rerank.popleft()[1])
         return due
 
-    def refresh_due(self, num_ranked: int) -> bool:
-        """Whether it is time for `num_ranked` checkpoints to be ranked anew, since all have grown older; now and then
-        it learns from what has been counted."""
-        if self.now < self._rank_at:
-            return False
-        self._rank_at = self.now + max(1, num_ranked // RANKED_PER_REQUEST)
-        if self.now >= self._learn_at:
-            self._learn_at = self.now + max(MIN_REFRESH_INTERVAL, num_ranked // 4)
-            for times in (self._times, self._path_times):
-                times.count_all(self.now)
-                times.table.refresh()
-        return True
-
-    def _demote(self, node: Node) -> None:
-        """The hits of the ghost at `node` fall to the next shallower checkpoint."""
-        record = self._records[node]
-        child = self._demoted_child(record)
-        record.demoted_child = None
-        above = next_above(node)
+    def demote(self, last_checkpoint_node: Node) -> None:
+        """The hits of a ghost fall to the next shallower checkpoint."""
+        record = self._ghosts.get(last_checkpoint_node)
+        if record is None:
+            return
+        child, record.demoted_child, above = self._demoted_child(record), None, next_above(record.node)
         parent = self._records.get(above.node) if above is not None else None
         if parent is not None:
             # the part of a path that both are on falls to the one above by itself
-            demoted = None if _path_of(record) is not None and _path_of(record) is _path_of(parent) else record
+            demoted = None if record.path is not None and record.path is parent.path else record
             candidates = [each for each in (demoted, child, self._demoted_child(parent)) if each is not None]
             parent.demoted_child = max(candidates, key=self._own_chance, default=None)
 
     def _demoted_child(self, record: ReuseStats) -> ReuseStats | None:
         """The demoted child of `record`, as long as it is a ghost."""
         child = record.demoted_child
-        if child is not None and (child.node not in self._ghosts or self._records[child.node] is not child):
+        if child is not None and self._ghosts.get(child.node) is not child:
             record.demoted_child = child = None
         return child
 
     def _own_chance(self, record: ReuseStats) -> float:
-        path = _path_of(record)
+        path = record.path if record.kind.on_probation else None
         if path is None:
             return self.table.index(record.row, self.now - record.since)
         asked = (self._divergences.version, next_below(record.node))
@@ -350,23 +306,13 @@ class ValuePerByte(EvictionPolicy):
             record.share, record.share_of = self._divergences.share(path, record.node.end, asked[1]), asked
         return self.path_chance(path) * record.share
 
-    def _reclassify(self, record: ReuseStats) -> None:
-        """The kind of `record`, the number of its branches or what it waits for is another."""
-        record.branches = max(record.branches, len(record.node.children))
-        self._times.move(record, self.table.row(record.class_key()), self.now)
-
-
-def _path_of(record: ReuseStats) -> Lineage | None:
-    """The path whose chance that of a checkpoint on probation is a part of; None if it has one of its own."""
-    return record.node.lineage if record.kind.on_probation and not record.hits else None
-
 
 class LeastRecentlyUsed(ValuePerByte):
     """Drops what has not been used for the longest time. Chances are learned all the same, to be shown (`GET
     /cache`)."""
 
-    def priority(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> float:
-        return float(facts.last_used)
+    def priority(self, checkpoint: Checkpoint, saved_tokens: int, freed_bytes: int) -> float:
+        return float(checkpoint.last_used)
 
 
 def eviction_for(name: str) -> EvictionPolicy:

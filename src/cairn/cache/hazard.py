@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 Class = tuple[int, ...]
 
-BINS = 34
-"""Two to an octave of age: the last begins at 2**16 requests."""
+BINS, OLDEST = 34, 1 << 16
+"""Two bins to an octave of age, and where the last begins, in requests."""
 
 PSEUDO_HITS = 3.0
 """How many hits the row above counts for, unless a table is told otherwise."""
@@ -28,91 +28,28 @@ _PRIOR = 0.1 / np.maximum(1.0, _EDGES[1:])
 Floats = NDArray[np.float64]
 
 
-def _bin(age: float) -> int:
-    position = int(age * age).bit_length()
-    return position if position < BINS else BINS - 1
-
-
 def _bins(ages: Floats) -> NDArray[np.intp]:
-    """`_bin` of each."""
+    """The bin of each age."""
     return np.minimum(np.searchsorted(_EDGES, ages, side="right") - 1, BINS - 1)
+
+
+_BIN_OF = bytes(_bins(np.arange(OLDEST + 1.0)).tolist())
+"""The bin of each age up to `OLDEST`."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Watched:
     """What waits for its next use. `since`: the number of the request that made or last used it. `row`: that of its
-    class in the hazard table. `slot`: its place in the columns of `TimesAtRisk`; None while nobody counts its time."""
+    class in the hazard table. `slot`: its place in the table's columns; None while nobody counts its time."""
 
     since: int = 0
     row: int = 0
     slot: int | None = None
 
 
-class TimesAtRisk:
-    """Counts in `table` how long things wait without a use, all of them at once now and then: in columns, since there
-    are thousands."""
-
-    def __init__(self, table: "HazardTable") -> None:
-        self.table = table
-        self._rows: NDArray[np.int64] = np.zeros(64, np.int64)
-        self._since: Floats = np.zeros(64)
-        self._counted: Floats = np.full(64, np.inf)
-        """Up to when the time of each has been counted; infinite where there is none."""
-        self._free = list(range(63, -1, -1))
-
-    def restart(self, watched: Watched, row: int, now: int) -> None:
-        """It was made or used `now`, and is of class `row`."""
-        if watched.slot is None:
-            if not self._free:
-                self._grow()
-            watched.slot = self._free.pop()
-        watched.since, watched.row = now, row
-        slot = watched.slot
-        self._rows[slot], self._since[slot], self._counted[slot] = row, now, now
-
-    def use(self, watched: Watched, now: int) -> None:
-        """Count a use `now`, and the time before it; where its time is not counted, neither."""
-        if watched.slot is not None:
-            self._count(watched, now)
-            self.table.hit(watched.row, now - watched.since)
-
-    def move(self, watched: Watched, row: int, now: int) -> None:
-        """It is of class `row` from now on."""
-        self._count(watched, now)
-        watched.row = self._rows[watched.slot] = row
-
-    def remove(self, watched: Watched, now: int) -> None:
-        """Its time is counted up to `now`, and no further."""
-        if watched.slot is not None:
-            self._count(watched, now)
-            self._counted[watched.slot] = np.inf
-            self._free.append(watched.slot)
-            watched.slot = None
-
-    def count_all(self, now: int) -> None:
-        """Count the time of all up to `now`."""
-        (there,) = np.nonzero(self._counted < np.inf)
-        since = self._since[there]
-        self.table.all_at_risk(self._rows[there], self._counted[there] - since, now - since)
-        self._counted[there] = now
-
-    def _count(self, watched: Watched, now: int) -> None:
-        slot, since = watched.slot, watched.since
-        assert slot is not None, "its time is not counted"
-        self.table.at_risk(watched.row, self._counted.item(slot) - since, now - since)
-        self._counted[slot] = now
-
-    def _grow(self) -> None:
-        size = len(self._rows)
-        self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
-        self._since = np.concatenate([self._since, np.zeros_like(self._since)])
-        self._counted = np.concatenate([self._counted, np.full(size, np.inf)])
-        self._free = list(range(2 * size - 1, size - 1, -1))
-
-
 class HazardTable:
-    """Hits and time at risk by class and age. Ages and times in requests; counts show in `index` after the next
-    `refresh`. `prior`: hits per request by age before anything was counted, [BINS]."""
+    """Hits and time at risk by class and age, and what is waiting for its next use. Ages and times in requests; counts
+    show in `index` after the next `refresh`. `prior`: hits per request by age before anything was counted, [BINS]."""
 
     prior = _PRIOR
 
@@ -120,16 +57,16 @@ class HazardTable:
         """At most `max_classes` rows. `pseudo_hits`: for how many hits the row above counts, of which the
         first one is `prior`."""
         self._rows: dict[Class, int] = {(): 0}
-        self._levels: list[list[int]] = [[0]]
-        self._parents: list[int] = [-1]
+        # by length of the class the rows, and those of their beginnings
+        self._levels: list[tuple[list[int], list[int]]] = []
         self._max_classes, self._pseudo_hits = max_classes, pseudo_hits
-        self._hits: Floats = np.zeros((64, BINS))
-        self._risk: Floats = np.zeros((64, BINS))
-        # read one at a time, for which lists are several times as fast as arrays
+        self._counts: Floats = np.zeros((64, 2 * BINS))
+        """By row the hits, and then the time at risk, of each age."""
+        # read one at a time, for which lists are several times as fast as arrays; a new row reads what is above it
         self._index: list[list[float]] = [[PSEUDO_HITS / 1000] * BINS]
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        # in columns, since there are thousands: row, since when it waits, up to when that has been counted, and its end
+        self._waits: Floats = np.full((4, 64), np.inf)
+        self._free = list(range(63, -1, -1))
 
     def row(self, kind: Class) -> int:
         """The row of a class, made if need be; that of its longest known beginning when the table is full."""
@@ -140,73 +77,77 @@ class HazardTable:
             if row >= self._max_classes:
                 return parent
             self._rows[kind] = row
-            self._parents.append(parent)
-            while len(self._levels) <= len(kind):
-                self._levels.append([])
-            self._levels[len(kind)].append(row)
-            if row == len(self._hits):
-                self._hits = np.concatenate([self._hits, np.zeros_like(self._hits)])
-                self._risk = np.concatenate([self._risk, np.zeros_like(self._risk)])
+            self._index.append(self._index[parent])
+            if len(self._levels) < len(kind):
+                self._levels.append(([], []))
+            rows, parents = self._levels[len(kind) - 1]
+            rows.append(row)
+            parents.append(parent)
+            if row == len(self._counts):
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         return row
 
-    def hit(self, row: int, age: float) -> None:
-        """Count a use at `age` of a checkpoint of class `row`."""
-        self._hits[row, _bin(age)] += 1
+    def watch(self, watched: Watched, kind: Class, now: int) -> None:
+        """From `now` on the time of `watched`, which waits since `watched.since`, counts for class `kind`."""
+        self.forget(watched, now)
+        if not self._free:
+            self._count_waits(now)
+            if 2 * len(self._free) < self._waits.shape[1]:
+                size = self._waits.shape[1]
+                self._free += range(2 * size - 1, size - 1, -1)
+                self._waits = np.concatenate([self._waits, np.full_like(self._waits, np.inf)], axis=1)
+        watched.row, watched.slot = self.row(kind), self._free.pop()
+        self._waits[:, watched.slot] = watched.row, watched.since, now, np.inf
 
-    def at_risk(self, row: int, since: float, until: float) -> None:
-        """Count that a checkpoint of class `row` went from age `since` to age `until` without a use."""
-        position = _bin(since)
-        while since < until:
-            end = until if position == BINS - 1 else min(until, float(_EDGES[position + 1]))
-            self._risk[row, position] += end - since
-            since, position = end, position + 1
+    def use(self, watched: Watched, now: int) -> None:
+        """Count a use `now`, from which it waits anew; where its time is not counted, no use is."""
+        if watched.slot is not None:
+            self._counts[watched.row, _BIN_OF[min(now - watched.since, OLDEST)]] += 1
+        watched.since = now
 
-    def all_at_risk(self, rows: NDArray[np.int64], since: Floats, until: Floats) -> None:
-        """`at_risk` for many at once; all of shape [n].
+    def forget(self, watched: Watched, now: int) -> None:
+        """Its time is counted up to `now`, and no further."""
+        if watched.slot is not None:
+            self._waits[3, watched.slot] = now
+            watched.slot = None
 
-        From its first bin to its last each goes through those between as a whole, so these need only be counted.
-        """
-        first, last = _bins(since), _bins(until)
-        shape, size = self._risk.shape, self._risk.size
-        begins, ends = rows * BINS + first, rows * BINS + last
-        into = last > first
-        self._risk += np.bincount(begins, np.where(into, _EDGES[first + 1], until) - since, size).reshape(shape)
-        begins, ends, rest = begins[into], ends[into], (until - _EDGES[last])[into]
-        self._risk += np.bincount(ends, rest, size).reshape(shape)
-        # the first bin after `begins` is never the next row's: nothing goes on after a row's last bin
-        through = np.bincount(begins + 1, minlength=size) - np.bincount(ends, minlength=size)
-        self._risk += through.reshape(shape).cumsum(axis=1) * _WIDTHS
+    def _count_waits(self, now: int) -> None:
+        """Count how long each has waited, all of them at once, and make room for others where waiting is over."""
+        (there,) = np.nonzero(self._waits[2] < np.inf)
+        rows, since, counted, end = self._waits[:, there]
+        self._waits[2, there] = np.where(end < np.inf, np.inf, now)
+        self._free += there[end < np.inf].tolist()
+        # the time up to its age now, less that up to the age to which it has been counted
+        ages, signs = np.concatenate([np.minimum(end, now) - since, counted - since]), np.repeat([1.0, -1.0], len(rows))
+        bins, risk = _bins(ages), self._counts[:, BINS:]
+        at = np.tile(rows.astype(np.int64), 2) * BINS + bins
+        in_last = np.bincount(at, signs * (ages - _EDGES[bins]), risk.size).reshape(risk.shape)
+        ended = np.bincount(at, signs, risk.size).reshape(risk.shape)
+        # each has gone through all bins before its last one as a whole
+        risk += in_last + (ended[:, ::-1].cumsum(axis=1)[:, ::-1] - ended) * _WIDTHS
 
-    def index(self, row: int, age: float) -> float:
+    def index(self, row: int, age: int) -> float:
         """Expected uses per request of a checkpoint of class `row` at `age`, for the best time to keep it: see
         `refresh`."""
-        while row >= len(self._index):
-            row = self._parents[row]  # not refreshed since it was made
-        return self._index[row][_bin(age)]
+        return self._index[row][_BIN_OF[age] if age < OLDEST else BINS - 1]
 
-    def refresh(self) -> None:
-        """Compute the index of each row and age anew. O(rows x BINS^2) of array arithmetic.
+    def refresh(self, now: int) -> None:
+        """Count up to `now`, and compute the index of each row and age anew. O(waiting + rows x BINS^2) of array
+        arithmetic.
 
         It is the Gittins index of keeping something until some age and no longer: the most hits per unit of time over
         all such ages (Gittins, "Bandit processes and dynamic allocation indices", J. R. Stat. Soc. B 41, 1979; for
         stopping problems of one arm Aalto, Ayesta and Righter, "On the Gittins index in the M/G/1 queue", 2009). Ranked
         by the present hazard alone, what is used after a pause would be dropped during the pause.
         """
-        number = len(self._rows)
-        hits, risk = self._summed(number)
+        self._count_waits(now)
+        counts = self._counts[: len(self._rows)].copy()
+        for rows, parents in reversed(self._levels):
+            np.add.at(counts, parents, counts[rows])
+        hits, risk = counts[:, :BINS], counts[:, BINS:]
         if hits[0].sum() > MAX_HITS:
-            self._hits /= 2
-            self._risk /= 2
-        hazards = self.hazards(hits, risk)
-        self._index = self.rank(hazards).tolist()
-
-    def _summed(self, number: int) -> tuple[Floats, Floats]:
-        """Each row with all rows below it."""
-        counts = np.concatenate([self._hits[:number], self._risk[:number]], axis=1)
-        parents = np.array(self._parents)
-        for level in reversed(self._levels[1:]):
-            np.add.at(counts, parents[level], counts[level])
-        return counts[:, :BINS], counts[:, BINS:]
+            self._counts /= 2
+        self._index = self.rank(self.hazards(hits, risk)).tolist()
 
     def hazards(self, hits: Floats, risk: Floats) -> Floats:
         """Hits per unit of time from hits and time at risk, [rows, BINS]. A row has the shape of the one above it, at
@@ -222,13 +163,12 @@ class HazardTable:
         known = int(np.flatnonzero(risk[0])[-1]) if risk[0].any() else 0
         for position in range(known + 1, BINS):
             hazards[0, position] = hazards[0, position - 1] * _WIDTHS[position - 1] / _WIDTHS[position] / 2
-        parents = np.array(self._parents)
-        for level in self._levels[1:]:
-            above = hazards[parents[level]]
-            expected = (above * risk[level]).sum(axis=1, keepdims=True)
-            height = (hits[level].sum(axis=1, keepdims=True) + self._pseudo_hits) / (expected + self._pseudo_hits)
+        for rows, parents in self._levels:
+            above = hazards[parents]
+            expected = (above * risk[rows]).sum(axis=1, keepdims=True)
+            height = (hits[rows].sum(axis=1, keepdims=True) + self._pseudo_hits) / (expected + self._pseudo_hits)
             least = np.maximum(above * height, 1e-12)
-            hazards[level] = (near_hits[level] + self._pseudo_hits) / (near_risk[level] + self._pseudo_hits / least)
+            hazards[rows] = (near_hits[rows] + self._pseudo_hits) / (near_risk[rows] + self._pseudo_hits / least)
         return hazards
 
     @staticmethod

@@ -8,7 +8,6 @@ scheduling step or a smaller chunk.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import lcm
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,23 +38,26 @@ MAX_CANDIDATES = 512
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptFacts:
-    """What is known of a prompt when it is admitted: its length, hit c <= match m <= ever_matched (the longest prefix
-    ever seen, dropped ones included), where its messages and images end (ascending), whether only grid states can be
-    continued from, and where else a checkpoint is worth its bytes because later prompts are likely to diverge after
-    it: the worth is that of `EvictionPolicy.priority`; `answer_worth` is that of a point in its answer, `stride` tokens
-    after the one before."""
+    """What is known of a prompt when it is admitted: its length, its hit, the longest prefix of it that was ever seen
+    (dropped ones included), where its messages and images end (ascending), whether only grid states can be continued
+    from, and where else a checkpoint is worth its bytes because later prompts are likely to diverge after it: the worth
+    is that of `EvictionPolicy.priority`; `answer_worth` is that of a point in its answer, `stride` tokens after the one
+    before."""
 
     num_tokens: int
     hit: int
-    matched: int
     ever_matched: int
     boundaries: tuple[Boundary, ...] = ()
     exact: bool = False
     predicted: Mapping[int, float] = field(default_factory=dict)
-    stride: int = GRID
     answer_worth: float = 0.0
+
+    @property
+    def stride(self) -> int:
+        """The distance of its grid positions: a multiple of 64."""
+        return GRID * max(1, -(-self.num_tokens // (GRID * MAX_CANDIDATES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +71,36 @@ class CheckpointPoint:
     worth: float = 0.0
 
 
-class PlacementPolicy(Protocol):
+class PlacementPolicy:
     """Chooses checkpoint positions."""
 
     min_cacheable: int
     """The shortest prompt that can ever be hit, in tokens."""
     min_shared: int
     """The shortest beginning shared by two prompts that can be hit, in tokens."""
-    keeps_answer_end: bool
+    keeps_answer_end = False
     """Whether the state at an answer's end is kept."""
     decode_stride: int
     """`in_decode` names multiples of it alone; 0: it names nothing."""
-    step_tokens: int | None
+    step_tokens: int | None = None
     """Most tokens of one prompt that a step may compute; None for no limit, which is how it should be."""
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         """Positions p, start < p <= end, ascending and distinct, of the prefill chunk [start, end)."""
+        raise NotImplementedError
 
     def in_decode(self, facts: PromptFacts, position: int) -> CheckpointPoint | None:
         """Whether the state after `position` tokens is worth keeping while an answer is being generated."""
+        return None
 
     def candidates(self, facts: PromptFacts) -> tuple[Ints, Ints] | None:
         """Positions that it names whatever else there is, and others, of which it names those that are `predicted`;
         ascending, and each in one of both. None if it names none of the latter kind."""
+        return None
 
 
-class Align:
+class Align(PlacementPolicy):
     """The last block boundary of each step, as vLLM's `--mamba-cache-mode align`."""
-
-    keeps_answer_end = False
-    step_tokens: int | None = None
 
     def __init__(self, block_size: int, exact: bool) -> None:
         self._stride = lcm(GRID, block_size) if exact else block_size
@@ -110,9 +112,6 @@ class Align:
 
     def in_decode(self, facts: PromptFacts, position: int) -> CheckpointPoint | None:
         return CheckpointPoint(position, Kind.BLOCK) if position % self._stride == 0 else None
-
-    def candidates(self, facts: PromptFacts) -> None:
-        return None
 
 
 class All(Align):
@@ -137,25 +136,17 @@ class Junction(Align):
     sighting."""
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
-        last = facts.num_tokens // self._stride * self._stride
-        divergence = facts.ever_matched // self._stride * self._stride
-        kinds = {last: Kind.PROMPT_END}
-        if divergence > facts.hit:
-            kinds.setdefault(divergence, Kind.JUNCTION)
+        last, divergence = (p // self._stride * self._stride for p in (facts.num_tokens, facts.ever_matched))
+        kinds = ({divergence: Kind.JUNCTION} if divergence > facts.hit else {}) | {last: Kind.PROMPT_END}
         return [CheckpointPoint(position, kinds[position]) for position in sorted(kinds) if start < position <= end]
 
     def in_decode(self, facts: PromptFacts, position: int) -> CheckpointPoint | None:
         return None
 
 
-class Auto:
+class Auto(PlacementPolicy):
     """Every position that earns a checkpoint by what it is, and of a grid, for sharing that nobody announced, those
     where one is worth more than what goes for it.
-
-    Positions off the grid are named in the order of their worth until there are `MAX_UNALIGNED`: the prompt's end, the
-    end of the last message, what clients have marked, the ends of the system segment and of the last image, the
-    junction, and then the other messages and images from the last to the first, which are places like those of the
-    grid.
 
     In exact mode a state off the grid serves only a prompt that ends there, so the grid point below each such
     position is kept with it.
@@ -165,34 +156,28 @@ class Auto:
     min_shared = GRID
     keeps_answer_end = True
     decode_stride = GRID
-    step_tokens: int | None = None
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
-        inner = {boundary.position for boundary in facts.boundaries}
-        kinds = {p: Kind.INNER_END if p in inner else Kind.GRID for p in facts.predicted} | self._earned(facts)
-        retentions = retain_positions(facts.boundaries, facts.exact)
+        kinds, retentions = self._places(facts), retain_positions(facts.boundaries, facts.exact)
+        named = facts.predicted.keys() | {p for p, kind in kinds.items() if not kind.on_probation}
         return [
-            CheckpointPoint(p, kinds[p], retentions.get(p, 0), facts.predicted.get(p, 0.0))
-            for p in sorted(kinds)
+            CheckpointPoint(p, kinds.get(p, Kind.GRID), retentions.get(p, 0), facts.predicted.get(p, 0.0))
+            for p in sorted(named)
             if start < p <= end
         ]
 
     def in_decode(self, facts: PromptFacts, position: int) -> CheckpointPoint | None:
-        if position % facts.stride:
-            return None
-        return CheckpointPoint(position, Kind.GRID, worth=facts.answer_worth)
+        return None if position % facts.stride else CheckpointPoint(position, Kind.GRID, worth=facts.answer_worth)
 
     def candidates(self, facts: PromptFacts) -> tuple[Ints, Ints]:
-        earned, stride, n = self._earned(facts), grid_stride(facts.num_tokens), facts.num_tokens
-        others = {*range((facts.hit // stride + 1) * stride, n, stride)}
-        if not facts.exact:
-            ends = [end.position for end in reversed(facts.boundaries) if facts.hit < end.position < n]
-            ends = [position for position in ends if position % GRID and position not in earned]
-            others.update(ends[: MAX_UNALIGNED - sum(position % GRID != 0 for position in earned)])
-        return np.array(sorted(earned)), np.array(sorted(others - earned.keys()), np.int64)
+        kinds, stride = self._places(facts), facts.stride
+        earned = {p for p, kind in kinds.items() if not kind.on_probation}
+        others = {*range((facts.hit // stride + 1) * stride, facts.num_tokens, stride), *(p for p in kinds if p % GRID)}
+        return np.array(sorted(earned)), np.array(sorted(others - earned), np.int64)
 
-    def _earned(self, facts: PromptFacts) -> dict[int, Kind]:
-        """Every position that earns a checkpoint by what it is, the most valuable first."""
+    def _places(self, facts: PromptFacts) -> dict[int, Kind]:
+        """Every position that is more than one of the grid, the most valuable first; of those off the grid
+        `MAX_UNALIGNED`. Ends of messages and images that are not the last are places like those of the grid."""
         n = facts.num_tokens
         # what lies within the hit is computed by nobody, so it must not use up the positions off the grid
         ends = [boundary for boundary in reversed(facts.boundaries) if facts.hit < boundary.position < n]
@@ -208,24 +193,20 @@ class Auto:
             kinds.setdefault(last["image_end"], Kind.IMAGE_END)
         if facts.hit < facts.ever_matched < n:
             kinds.setdefault(facts.ever_matched, Kind.JUNCTION)
-        unaligned = [p for p in kinds if p % GRID][:MAX_UNALIGNED]
-        earned = {p: kind for p, kind in kinds.items() if p % GRID == 0 or p in unaligned}
         if facts.exact:
-            for position in unaligned:
-                earned.setdefault(position // GRID * GRID, earned[position])
-        return earned
-
-
-def grid_stride(num_tokens: int) -> int:
-    """The distance of a prompt's grid positions: a multiple of 64."""
-    return GRID * max(1, -(-num_tokens // (GRID * MAX_CANDIDATES)))
+            for position in [p for p in kinds if p % GRID][:MAX_UNALIGNED]:
+                kinds.setdefault(position // GRID * GRID, kinds[position])
+        for end in ends:
+            if not (facts.exact and end.position % GRID):
+                kinds.setdefault(end.position, Kind.INNER_END)
+        unaligned = [p for p in kinds if p % GRID][:MAX_UNALIGNED]
+        return {p: kind for p, kind in kinds.items() if p % GRID == 0 or p in unaligned}
 
 
 def placement_for(mode: str, block_size: int, exact: bool) -> PlacementPolicy:
-    """The policy that `--mamba-cache-mode` names. `none` is not a policy: it switches the cache off."""
+    """The policy that `--mamba-cache-mode` names. `none` is not a policy: it switches the cache off. Raises ValueError
+    for an unknown name."""
     blocks = {"align": Align, "all": All, "granular": Granular, "junction": Junction}
-    if mode in blocks:
-        return blocks[mode](block_size, exact)
-    if mode == "auto":
-        return Auto()
-    raise ValueError(f"unknown mamba cache mode {mode!r}: align, all, granular, junction or auto")
+    if mode not in {"auto", *blocks}:
+        raise ValueError(f"unknown mamba cache mode {mode!r}: align, all, granular, junction or auto")
+    return Auto() if mode == "auto" else blocks[mode](block_size, exact)

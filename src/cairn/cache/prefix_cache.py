@@ -173,7 +173,7 @@ class PrefixCache:
         """By request that waits: the tokens that it is going to hit as things are, and the bytes that dropping the
         checkpoint there would free. Without those that hit nothing."""
         return {
-            name: (node.end, self.checkpoints.facts(node.checkpoint).freed_bytes)
+            name: (node.end, self.checkpoints.freed_bytes(node.checkpoint))
             for name, node in self._awaited.nodes.items()
             if node.checkpoint is not None
         }
@@ -229,16 +229,14 @@ class PrefixCache:
     ) -> PromptFacts:
         """What the placement policy may know of `sequence`, which has its pages and is going to prefill up to
         `num_tokens`, and whose messages and images end at `boundaries`."""
-        facts = PromptFacts(
-            num_tokens, sequence.hit, sequence.matched, sequence.ever_matched, boundaries, exact=self.policy.exact
-        )
+        facts = PromptFacts(num_tokens, sequence.hit, sequence.ever_matched, boundaries, self.policy.exact)
         lineage = sequence.match.lineage
         message_ends = (end.position for end in boundaries if end.kind == "message_end" and end.position < lineage.end)
         lineage.message_end = max(message_ends, default=lineage.end)
         placement = self.policy.placement
-        if placement is None or not self.layout.needs_checkpoints:
-            return facts
-        return self.checkpoints.predict(placement, facts, lineage)
+        if placement is not None and self.layout.needs_checkpoints:
+            self.checkpoints.predict(placement, facts, lineage)
+        return facts
 
     def _learn(self, sequence: SequenceBlocks) -> None:
         """What this prompt teaches of the reuse of those before it."""

@@ -127,10 +127,6 @@ class PageTable:
             self.append(np.zeros(self.first_page - length, np.int32))
         return dropped
 
-    def missing_pages(self, num_tokens: int) -> int:
-        """How many pages `num_tokens` tokens need beyond those here; below 0 where there are more."""
-        return self.group.pages_for(num_tokens) - self.length
-
     def append(self, pages: Pages) -> None:
         """Add pages at the end."""
         end = self.length + len(pages)
@@ -216,7 +212,7 @@ class PageTables:
         num_pages = 0
         for table in self.tables:
             end = num_tokens if step_end is None or table.group.reach is None else step_end
-            missing = table.missing_pages(end)
+            missing = -(-end // table.group.tokens_per_page) - table.length
             if missing > 0:
                 num_pages += missing
         return num_pages

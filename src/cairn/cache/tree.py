@@ -38,10 +38,9 @@ _NARROW_TOKENS = np.iinfo(np.int32)
 def _fit_narrow(keys: NDArray[np.integer[Any]]) -> bool:
     if not len(keys):
         return True
-    # one pass tells it of nearly all: none is negative, and none has a bit beyond the lower 31
-    bits = int(np.bitwise_or.reduce(keys))
-    if bits >= 0:
-        return bits <= _NARROW_TOKENS.max
+    # one pass tells it of nearly all: without its sign a negative one is beyond all others
+    if int(np.maximum.reduce(keys.view(f"u{keys.itemsize}"))) <= _NARROW_TOKENS.max:
+        return True
     return int(keys.min()) >= _NARROW_TOKENS.min and int(keys.max()) <= _NARROW_TOKENS.max
 
 
@@ -383,17 +382,16 @@ def next_above(node: Node) -> Checkpoint | None:
 
 def next_below(node: Node) -> float:
     """Where the next deeper checkpoint lies on the path that `node` was added with; infinite if there is none."""
-    step: Node | None = node
-    while step is not None:
+    step = _next_of_lineage(node)
+    while step is not None and step.checkpoint is None:
         step = _next_of_lineage(step)
-        if step is not None and step.checkpoint is not None:
-            return step.end
-    return inf
+    return inf if step is None else step.end
 
 
 def _next_of_lineage(node: Node) -> Node | None:
     """Where the path goes on that `node` was added with."""
-    for child in node.children:
-        if child.lineage is node.lineage:
-            return child
-    return None
+    # asked some thirty times a request, mostly of nodes with one child
+    below, lineage = node._below, node.lineage
+    if isinstance(below, dict):
+        return next((child for child in below.values() if child.lineage is lineage), None)
+    return below if below is not None and below.lineage is lineage else None

@@ -303,18 +303,17 @@ def pages_freed(layout: CacheLayout, checkpoint: Checkpoint) -> int:
     """How many pages dropping a checkpoint gives: those of its state and, where nothing below needs them, those of the
     tokens up to the next branch or checkpoint above. Of groups of limited reach those that going on there needs; what
     the checkpoint above needs as well counts half."""
-    node = checkpoint.node
-    pages = len(checkpoint.pages)
+    node, pages, start = checkpoint.node, len(checkpoint.pages), checkpoint.node.end
     if node.resident_children == 0:
         top = node
-        while top.parent is not None and top.parent.resident_children <= 1 and top.parent.checkpoint is None:
-            top = top.parent
-        pages += layout.unlimited_pages_for(node.end) - layout.unlimited_pages_for(top.start)
-    if layout.is_limited:
-        above = next_above(node)
-        start = 0 if above is None else above.position
-        for group in layout.groups:
-            if group.reach is not None:
-                unshared = group.retained_pages(start, node.end)
-                pages += (unshared + group.retained_pages(0, node.end)) // 2
+        while (above := top.parent) is not None and above.resident_children <= 1 and above.checkpoint is None:
+            top = above
+        start = top.start
+    for group in layout.groups:
+        if group.reach is None:
+            pages += group.pages_for(node.end) - group.pages_for(start)
+        else:
+            kept = next_above(node)
+            unshared = group.retained_pages(0 if kept is None else kept.node.end, node.end)
+            pages += (unshared + group.retained_pages(0, node.end)) // 2
     return pages

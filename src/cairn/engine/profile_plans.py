@@ -165,7 +165,7 @@ def _snapshots(
     if placement is None:
         return ()
     grid = dict.fromkeys(range((start // GRID + 1) * GRID, end, GRID), 0.0)
-    facts = PromptFacts(end, hit=start, matched=start, ever_matched=start, predicted=grid)
+    facts = PromptFacts(end, hit=start, ever_matched=start, predicted=grid)
     return tuple(Snapshot(row, point.position, state_pages) for point in placement.in_prefill(facts, start, end))
 
 
