@@ -249,8 +249,8 @@ def _declare(function: Callable[..., None], argument_types: tuple[types.Type, ..
 
 
 def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
-    """`split(packed)` for compiled code: every thread takes ranges until none is left, each a part of what is left then:
-    guided self-scheduling (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987)."""
+    """`split(packed)` for compiled code: every thread takes ranges until none is left, each a part of what is left
+    then (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987)."""
     i64, pointer = ir.IntType(64), ir.IntType(8).as_pointer()
     wanted = (types.int64, types.int64, *argument_types)
     # next item, count, how many parts what is left has, arguments, whether a range failed

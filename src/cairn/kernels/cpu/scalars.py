@@ -9,7 +9,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from cairn.kernels.cpu.compiled import BF16, F16, F32, U8, exact_jit, intrinsic, jit
+from cairn.kernels.cpu.compiled import BF16, F16, F32, U8, exact_jit, intrinsic
 
 ZERO: Any = np.float32(0)
 ONE: Any = np.float32(1)
@@ -34,8 +34,8 @@ def float_of(typingctx: Any, bits: Any) -> Any:
 
 @intrinsic
 def opaque(typingctx: Any, x: Any) -> Any:
-    """A float32 of which LLVM does not know that it is a constant: in a loop it stays in a register or on the stack. Of a
-    constant LLVM makes an address and a broadcast each time, and of two bounds comparisons and blends."""
+    """A float32 of which LLVM does not know that it is a constant: in a loop it stays in a register or on the stack. Of
+    a constant LLVM makes an address and a broadcast each time, and of two bounds comparisons and blends."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         kind = ir.FloatType()
