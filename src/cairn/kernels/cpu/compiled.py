@@ -260,9 +260,9 @@ def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
         (packed,) = args
         team, threads, count, *_ = _unpack(context, builder, packed)
         zero = ir.Constant(i64, 0)
-        one = ir.Constant(i64, 1)
-        alone = builder.icmp_signed("<=", threads, one)
-        parts = builder.select(alone, one, builder.mul(threads, ir.Constant(i64, SHARE)))
+        single = ir.Constant(i64, 1)
+        alone = builder.icmp_signed("<=", threads, single)
+        parts = builder.select(alone, single, builder.mul(threads, ir.Constant(i64, SHARE)))
         shared = cgutils.alloca_once(builder, shared_type)
         for index, value in enumerate((zero, count, parts, packed, zero)):
             builder.store(value, cgutils.gep_inbounds(builder, shared, 0, index))
