@@ -20,7 +20,7 @@ from torch import Tensor
 from cairn.kernels import cpu
 from cairn.kernels.cpu import compile_cache, compiled, threads
 from cairn.kernels.cpu.compiled import BF16, F16, F32, FLOAT, I64, INT, Kernel, Variant, kernel, record
-from cairn.kernels.cpu.scalars import exp, load, narrow, rounded, store, widen
+from cairn.kernels.cpu.scalars import exp, load, narrow, rounded, sigmoid, silu, store, widen
 from cairn.kernels.cpu.warm_up import MODULES, warm_up
 from cairn.machine import Machine
 from kernels.comparison import FEW, NUM_EXAMPLES, same_bits
@@ -57,6 +57,18 @@ def _round_halves(begin: int, end: int, x: Any, halves: Any, wide: Any) -> None:
 def _exp(begin: int, end: int, x: Any, out: Any) -> None:
     for i in range(begin, end):
         out[i] = exp(x[i])
+
+
+@kernel({torch.float32: (F32, F32, F32)})
+def _gate(begin: int, end: int, x: Any, shares: Any, gated: Any) -> None:
+    for i in range(begin, end):
+        shares[i], gated[i] = sigmoid(x[i]), silu(x[i])
+
+
+@kernel({torch.int64: (I64,)})
+def _mark(begin: int, end: int, ranges: Any) -> None:
+    """A range is written down where it begins, by its end."""
+    ranges[begin] = end if ranges[begin] == 0 else -1
 
 
 @kernel({torch.int64: (I64, INT)})
@@ -179,6 +191,32 @@ def test_the_exponential_of_what_is_left_of_its_range_is_zero() -> None:
     assert out.tolist() == [0.0] * x.numel()
 
 
+def gate(x: Tensor) -> tuple[Tensor, Tensor]:
+    """sigmoid and silu of x."""
+    shares, gated = torch.empty_like(x), torch.empty_like(x)
+    _gate[torch.float32](x.numel(), LITTLE, x.data_ptr(), shares.data_ptr(), gated.data_ptr())
+    return shares, gated
+
+
+def test_gates_are_right_to_three_units_in_the_last_place_and_to_what_rounding_x_does() -> None:
+    # To raise e to a rounded number is off by its rounding: |x| times half a unit, and here no more than that.
+    x = torch.cat([torch.linspace(-87, 100, 200_001), torch.linspace(-1, 1, 10_001)])
+    wide = x.double()
+    allowed = torch.finfo(torch.float32).eps * (2 + wide.clamp(max=0).abs() / 4)
+    for found, wanted in zip(gate(x), (wide.sigmoid(), wide * wide.sigmoid()), strict=True):
+        assert ((found - wanted).abs() <= allowed * wanted.abs()).all()
+
+
+def test_gates_saturate_and_keep_nan() -> None:
+    x = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 90.0, 3e38, -88.6, -90.0, -3e38])
+    shares, gated = gate(x)
+    assert shares.nan_to_num(-1).tolist() == [0.5, 0.5, 1, 0, -1, 1, 1, 0, 0, 0]
+    assert gated.nan_to_num(-1, posinf=torch.inf).tolist() == [0, 0, torch.inf, -1, -1, 90, x[6].item(), 0, 0, 0]
+    # With any bits set below those of a bfloat16.
+    payloads = torch.tensor([0x7FC00000, 0x7FFFFFFF, 0x7F800001, -1, -0x7FFFFF]).to(torch.int32).view(torch.float32)
+    assert all(found.isnan().all() for found in gate(payloads.repeat(7)))
+
+
 def test_a_record_is_called_with_its_fields_one_after_the_other() -> None:
     x, out = torch.arange(3.0), torch.empty(3)
     _scale[torch.float32](3, LITTLE, *Scaling(x.data_ptr(), 2.5), out.data_ptr())
@@ -202,6 +240,18 @@ def test_every_item_is_done_once_by_however_many_threads(team: Team, count: int)
         _count[torch.int64](count, cost, counts.data_ptr(), 1)
     assert counts.tolist() == [2] * count + [0]
     assert team.asked == ([3] if count > 1 else [])
+
+
+def test_ranges_are_large_at_first_and_end_with_single_items(team: Team) -> None:
+    ranges = torch.zeros(240, dtype=torch.int64)
+    _mark[torch.int64](240, MUCH, ranges.data_ptr())
+    begins = ranges.nonzero().flatten().tolist()
+    ends = [ranges[begin].item() for begin in begins]
+    assert [0, *ends] == [*begins, 240]
+    sizes = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    # Of three threads each takes half of its share of what is left.
+    assert sizes[0] == 40 and sizes[-1] == 1
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_torchs_own_team_is_found_and_does_the_work() -> None:

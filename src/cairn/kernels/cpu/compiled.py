@@ -70,8 +70,9 @@ _OPTIONS: Mapping[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": Tru
 _MOST_SECONDS = 300.0
 """That a process waits for another one to compile a variant, before it does so itself."""
 
-GRAINS = 32
-"""Parts of the work for each thread: one that is held up leaves its parts to the others."""
+SHARE = 2
+"""A thread takes, of what is left, its share divided by this: large ranges first, in which it reads memory in order,
+and small ones at last, so that threads end together. One that is held up leaves most of its share to the others."""
 
 _NATIVE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)
 
@@ -248,21 +249,22 @@ def _declare(function: Callable[..., None], argument_types: tuple[types.Type, ..
 
 
 def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
-    """`split(packed)` for compiled code: every thread takes ranges until none is left."""
+    """`split(packed)` for compiled code: every thread takes ranges until none is left, each a part of what is left
+    then (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987)."""
     i64, pointer = ir.IntType(64), ir.IntType(8).as_pointer()
     wanted = (types.int64, types.int64, *argument_types)
-    # next item, count, items of a range, arguments, whether a range failed
+    # next item, count, how many parts what is left has, arguments, whether a range failed
     shared_type = ir.LiteralStructType([i64, i64, i64, pointer, i64])
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (packed,) = args
         team, threads, count, *_ = _unpack(context, builder, packed)
         zero = ir.Constant(i64, 0)
-        grains = builder.mul(threads, ir.Constant(i64, GRAINS))
-        alone = builder.icmp_signed("<=", threads, ir.Constant(i64, 1))
-        grain = builder.select(alone, count, builder.add(builder.sdiv(count, grains), ir.Constant(i64, 1)))
+        single = ir.Constant(i64, 1)
+        alone = builder.icmp_signed("<=", threads, single)
+        parts = builder.select(alone, single, builder.mul(threads, ir.Constant(i64, SHARE)))
         shared = cgutils.alloca_once(builder, shared_type)
-        for index, value in enumerate((zero, count, grain, packed, zero)):
+        for index, value in enumerate((zero, count, parts, packed, zero)):
             builder.store(value, cgutils.gep_inbounds(builder, shared, 0, index))
         body = _thread_function(context, builder.module)
         data = builder.bitcast(shared, pointer)
@@ -283,18 +285,26 @@ def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
         builder = ir.IRBuilder(body.append_basic_block("entry"))
         shared = builder.bitcast(body.args[0], shared_type.as_pointer())
         at = [cgutils.gep_inbounds(builder, shared, 0, index) for index in range(5)]
-        count, grain = builder.load(at[1]), builder.load(at[2])
+        count, parts = builder.load(at[1]), builder.load(at[2])
         _, _, _, *arguments = _unpack(context, builder, builder.load(at[3]))
-        again, run, done = (body.append_basic_block(name) for name in ("again", "run", "done"))
+        entry = builder.block
+        again, take, run, done = (body.append_basic_block(name) for name in ("again", "take", "run", "done"))
+        first = builder.load_atomic(at[0], "monotonic", 8)
         builder.branch(again)
         builder.position_at_end(again)
-        begin = builder.atomic_rmw("add", at[0], grain, "monotonic")
-        builder.cbranch(builder.icmp_signed("<", begin, count), run, done)
+        begin = builder.phi(i64)
+        begin.add_incoming(first, entry)
+        left = builder.sub(count, begin)
+        builder.cbranch(builder.icmp_signed(">", left, ir.Constant(i64, 0)), take, done)
+        builder.position_at_end(take)
+        end = builder.add(begin, builder.udiv(builder.add(left, builder.sub(parts, ir.Constant(i64, 1))), parts))
+        taken = builder.cmpxchg(at[0], begin, end, "monotonic", "monotonic")
+        begin.add_incoming(builder.extract_value(taken, 0), take)
+        builder.cbranch(builder.extract_value(taken, 1), run, again)
         builder.position_at_end(run)
-        end = builder.add(begin, grain)
-        end = builder.select(builder.icmp_signed("<", end, count), end, count)
         failed = builder.zext(_call(context, builder, [begin, end, *arguments]), i64)
         builder.atomic_rmw("or", at[4], failed, "monotonic")
+        begin.add_incoming(builder.load_atomic(at[0], "monotonic", 8), builder.block)
         builder.branch(again)
         builder.position_at_end(done)
         builder.ret_void()

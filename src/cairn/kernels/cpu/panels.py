@@ -82,9 +82,9 @@ first cache, beside rows that take twice as much where they are widened."""
 _WIDENED_CHUNK = 96
 """The same of words that are widened once for all groups, 24 KiB."""
 
-_AHEAD = 16
-"""Words of a panel between those that a single group is multiplied with and those that are asked for: 2 KiB. Further
-ahead they would not stay in the first cache."""
+_AHEAD = 16 if HAS_AVX512 else 64
+"""Words of a panel between those that a single group is multiplied with and those that are asked for: 2 or 8 KiB. See
+docs/measurements/cpu-kernels.md."""
 
 _INPUTS_OF_WORD = {torch.bfloat16: 2, torch.int8: 4}.__getitem__
 _FEATURES: Mapping[torch.dtype, Sequence[str]] = MappingProxyType(
