@@ -13,7 +13,6 @@ from cairn.engine.wire import decode_config
 from cairn.errors import ConfigError
 from cairn.scheduler.lookup_drafter import LookupDrafter
 from cairn.scheduler.mtp_drafter import MTPDrafter
-from cairn.types import ManualClock
 from test_settings import load
 
 GPU = Device(backend="cuda")

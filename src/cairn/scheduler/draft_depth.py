@@ -108,7 +108,7 @@ class DraftDepth:
         self._num_drafting, self._num_proposed, self._is_recorded, self._times_expected = 1, 0, False, 1.0
 
     def may_draft(self, request: Request, num_decodes: int) -> bool:
-        """Whether the load and the request's balance allow a draft at all."""
+        """Whether the load and the request's balance allow a lookup, or a draft of the head, at all."""
         if not 1 <= num_decodes <= self._max_decodes:
             return False
         if self._is_recorded:  # a step has ended
@@ -152,9 +152,9 @@ class DraftDepth:
 
     def observe(self, request: Request, matched: int, num_tokens: int, num_right: int) -> None:
         """Learn what would have become of a draft of `num_tokens`, after a match of `matched` tokens, that was not
-        proposed: the first `num_right` are what was decoded. This takes no verification: so a text that does not pay
-        is found out, and one that comes to quote. What a guess that was right by half, and of some length, would have saved is
-        on the balance, as if it had."""
+        proposed: the first `num_right` are what was decoded. This takes no verification: so a text that does not pay is
+        found out, and one that comes to quote. Where half of a draft of some length was right, what it would have saved
+        is on the balance, as if it had."""
         history, kind = self._histories[request], _length_class(matched)
         self._learn(history, kind, num_tokens, num_right)
         saved = num_right * self._per_token(history.num_decodes)

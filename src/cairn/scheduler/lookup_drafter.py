@@ -30,8 +30,8 @@ _COUNTS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 the token before them they fill blocks of the products' rows; the CPU's read weights once for up to 12."""
 
 _MOST_TOKENS, _MOST_PLACES = 1 << 12, 64
-"""Of the places where the last two tokens have come so many, the latest ones, are looked at; of them those are kept that
-match for longer, token by token, until so few are left that they are compared in one go."""
+"""Of the places where the last two tokens have come so many, the latest ones, are looked at; of them those are kept
+that match for longer, token by token, until so few are left that they are compared in one go."""
 
 _BACK = np.arange(MAX_LOOKUP_TOKENS + 1)
 
