@@ -145,7 +145,8 @@ class DraftDepth:
     def miss(self, request: Request) -> None:
         """Learn that a lookup has led to no draft."""
         history = self._histories[request]
-        history.balance -= self._cost.lookup()
+        if history.num_decodes == 1:  # beside others a token's time is a fraction of a lookup's, whose rarity has to do
+            history.balance -= self._cost.lookup()
         self._miss(request, history)
         if history.is_worth_it:
             history.look_from = min(history.look_from, request.num_tokens + _GUESS_TOKENS)
