@@ -13,11 +13,9 @@ from cairn.engine.wire import decode_config
 from cairn.errors import ConfigError
 from cairn.scheduler.lookup_drafter import LookupDrafter
 from cairn.scheduler.mtp_drafter import MTPDrafter
-from cairn.types import ManualClock
 from test_settings import load
 
 GPU = Device(backend="cuda")
-CLOCK = ManualClock()
 
 
 @pytest.fixture(autouse=True)
@@ -88,23 +86,23 @@ def test_it_comes_to_the_core():
 @pytest.mark.parametrize("method", ["auto", "ngram", "suffix"])
 def test_the_cpu_looks_up(method):
     config = EngineConfig(model="m", speculative=SpeculativeConfig(method=method))
-    assert isinstance(make_drafter(config, Device(), CLOCK), LookupDrafter)
+    assert isinstance(make_drafter(config, Device()), LookupDrafter)
 
 
 def test_nobody_drafts():
-    assert make_drafter(EngineConfig(model="m", speculative=SpeculativeConfig(method="none")), Device(), CLOCK) is None
+    assert make_drafter(EngineConfig(model="m", speculative=SpeculativeConfig(method="none")), Device()) is None
     for method in ("auto", "none"):
-        assert make_drafter(EngineConfig(model="m", speculative=SpeculativeConfig(method=method)), GPU, CLOCK) is None
+        assert make_drafter(EngineConfig(model="m", speculative=SpeculativeConfig(method=method)), GPU) is None
 
 
 @pytest.mark.parametrize("method", ["auto", "mtp"])
 def test_a_head_drafts_where_there_is_one(method):
     config = EngineConfig(model="m", speculative=SpeculativeConfig(method=method))
-    assert isinstance(make_drafter(config, Device(), CLOCK, has_head=True), MTPDrafter)
+    assert isinstance(make_drafter(config, Device(), has_head=True), MTPDrafter)
 
 
 @pytest.mark.parametrize("method", ["mtp", "ngram", "suffix"])
 def test_a_gpu_drafts_where_it_is_asked_to(method):
     config = EngineConfig(model="m", speculative=SpeculativeConfig(method=method))
-    drafter = make_drafter(config, GPU, CLOCK, has_head=method == "mtp")
+    drafter = make_drafter(config, GPU, has_head=method == "mtp")
     assert type(drafter) is (MTPDrafter if method == "mtp" else LookupDrafter)

@@ -100,7 +100,7 @@ def build_core(
     check_tiers(config, layout)
     device = choose_device(config, opened)
     builder = _CoreBuilder(config, opened, layout, device, machine, clock)
-    drafter = make_drafter(config, device, clock, has_head=opened.config.serves_mtp)
+    drafter = make_drafter(config, device, has_head=opened.config.serves_mtp)
     if make_graphs is None and device.is_gpu:
         make_graphs = CudaGraphs
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
@@ -361,13 +361,13 @@ class _CoreBuilder:
         return choose_max_model_len(self.config.max_model_len, self.opened.config.max_model_len)
 
 
-def make_drafter(config: EngineConfig, device: Device, clock: Clock, has_head: bool = False) -> Drafter | None:
+def make_drafter(config: EngineConfig, device: Device, has_head: bool = False) -> Drafter | None:
     """What drafts as --speculative-config says; None for nothing. `has_head`: whether the model is served with a head
     that drafts, see `open_head`. Weights need not have been read for it."""
     asked = config.speculative
     if not most_step_drafts(config, on_cpu=device.backend is None and device.max_in_flight == 1):
         return None
-    return MTPDrafter(asked, clock=clock) if has_head else LookupDrafter(asked, clock=clock)
+    return MTPDrafter(asked) if has_head else LookupDrafter(asked)
 
 
 def _model_units(opened: OpenModel) -> ModelUnits:

@@ -12,8 +12,10 @@ _PRIOR_DRAFTS = (1, 16)
 """What is given counts as this many steps with each of these numbers of drafts."""
 _LEAST_ROW = 0.005
 _MOST_FACTOR, _MOST_SURPRISE, _MOST_FOLD = 1.5, 0.2, 0.5
-"""A step's verification counts as no longer than so many times what was expected and so many decode steps, and its
-folds as no longer than so many. Some steps are held up."""
+"""A step's verification counts as no longer than so many times what was expected and so many decode steps, a lookup as
+no longer than the latter, and folds as no longer than so many. Some steps are held up."""
+_MOST_SPENT = 2.0
+"""So many decode steps may be on a balance for one verification whatever was expected."""
 _FORGET = 0.998
 """Of what steps with drafts have shown, by decode step. Who believes that drafts do not pay has none, and would never
 learn that it was the machine that had been busy."""
@@ -37,15 +39,16 @@ class DraftCost(Protocol):
     def most_drafts(self, budget: float, num_decodes: int = 1) -> int:
         """How many drafts `budget` pays for; below 1 if it pays for none."""
 
-    def lookups(self, num_decodes: int = 1) -> float:
-        """The share of a decode step that looking something up for each of its sequences takes."""
+    def lookup(self) -> float:
+        """Of a lookup for one sequence that nothing comes of, with what it makes of the caches that the step needs."""
 
-    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> float:
         """Learn what a step has taken, of so many sequences that decode and with so many drafts, and perhaps the folds
-        of those before."""
+        of those before. Returns how many times what was expected of its drafts it has taken for them, 1 where that is
+        not known."""
 
-    def record_lookup(self, seconds: float) -> None:
-        """Learn what looking something up for one sequence has taken."""
+    def record_lookup(self) -> None:
+        """For one sequence something is looked up in the step that is recorded next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +72,15 @@ class VerifyCost:
         # the epsilon: a budget of exactly one draft's cost pays for one
         return int((budget - self.overhead) / self.row + 1e-9) if self.row > 0 else 1 << 31
 
-    def lookups(self, num_decodes: int = 1) -> float:
+    def lookup(self) -> float:
         """See `DraftCost`. Nothing."""
         return 0.0
 
-    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
-        """Nothing is learned."""
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> float:
+        """Nothing is learned. 1."""
+        return 1.0
 
-    def record_lookup(self, seconds: float) -> None:
+    def record_lookup(self) -> None:
         """Nothing is learned."""
 
 
@@ -127,7 +131,7 @@ class MeasuredCost:
         self._folds = [0.0, 0.0]
         self._num_folds = [0, 0]
         self._unit: float | None = None
-        self._lookup: float | None = None
+        self._lookup, self._num_lookups = 0.0, 0
         self._num_forgotten = 0
 
     def decode(self, num_decodes: int) -> float:
@@ -142,47 +146,49 @@ class MeasuredCost:
         """See `DraftCost`."""
         return self._of(num_decodes).most_drafts(budget)
 
-    def lookups(self, num_decodes: int = 1) -> float:
-        """See `DraftCost`. Nothing before both have been seen."""
-        if self._unit is None or self._lookup is None:
-            return 0.0
-        return self._lookup * num_decodes / (self._unit * self.decode(num_decodes))
-
-    def record_lookup(self, seconds: float) -> None:
+    def lookup(self) -> float:
         """See `DraftCost`."""
-        if self._lookup is None:
-            self._lookup = seconds
-        self._lookup += _UNIT_SHARE * (min(seconds, 2 * self._lookup) - self._lookup)
+        return self._lookup
 
-    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
+    def record_lookup(self) -> None:
         """See `DraftCost`."""
+        self._num_lookups += 1
+
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> float:
+        """See `DraftCost`."""
+        num_lookups, self._num_lookups = self._num_lookups, 0
         if seconds <= 0:
-            return
+            return 1.0
         plain = self.decode(num_decodes)
+        # of a step with drafts lookups are part of what these take
+        expected = plain if num_draft_tokens else plain + num_lookups * self._lookup
         if not num_draft_tokens and not has_folds:
-            unit = seconds / plain
+            unit = seconds / expected
             if self._unit is None:
                 self._unit = unit
+            if num_lookups:
+                # where every step has some, this is as likely
+                surprise = (seconds / self._unit - expected) / num_lookups
+                self._lookup += _UNIT_SHARE * max(-self._lookup, min(surprise, _MOST_SURPRISE))
             self._unit += _UNIT_SHARE * (min(unit, 2 * self._unit) - self._unit)
             self._forget(num_decodes)
         elif self._unit is not None:
-            beside, extra = num_decodes > 1, seconds / self._unit - plain
+            beside, extra = num_decodes > 1, seconds / self._unit - expected
             fold = self._folds[beside]
             if not num_draft_tokens:
                 self._num_folds[beside] += 1
                 share = max(_UNIT_SHARE, 1 / self._num_folds[beside])
                 self._folds[beside] += share * (min(max(0.0, extra), _MOST_FOLD) - fold)
                 self._forget(num_decodes)
-                return
+                return 1.0
             # what it brings is folded by a later step: of one that folds, too, that is as much
-            extra = min(extra if has_folds else extra + fold, self._most_extra(num_draft_tokens, num_decodes))
-            line = self._lines[beside]
-            line.add(num_draft_tokens, max(0.0, extra))
+            extra, usual = max(0.0, extra if has_folds else extra + fold), self.extra(num_draft_tokens, num_decodes)
+            most, line = _MOST_FACTOR * usual + _MOST_SURPRISE, self._lines[beside]
+            line.add(num_draft_tokens, min(extra, most))
             if line.num_points in _FIRST_REFRESHES or line.num_points % _REFRESH == 0:
                 self._refresh()
-
-    def _most_extra(self, num_draft_tokens: int, num_decodes: int) -> float:
-        return _MOST_FACTOR * self.extra(num_draft_tokens, num_decodes) + _MOST_SURPRISE
+            return min(extra, max(most, _MOST_SPENT)) / usual
+        return 1.0
 
     def _forget(self, num_decodes: int) -> None:
         line = self._lines[num_decodes > 1]

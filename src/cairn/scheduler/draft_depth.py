@@ -1,8 +1,9 @@
 """How many tokens to draft: what has been accepted lately says what to expect, the cost of a row what it has to bring.
 
 Nothing that drafting loses on a text that cannot be predicted may add up: each request has a balance, of decode steps
-that drafts have saved less what their verification has cost. It is drafted no further than the balance bears a
-complete failure, and a balance that is used up grows again by a small share of the time that decoding takes.
+that drafts have saved less what lookups and verifications have taken. It is drafted no further than the balance bears a
+complete failure, and a balance that is used up grows again by a small share of the time that decoding takes. Drafts
+that are not expected to pay are not verified to find out: what is decoded next says how right they would have been.
 """
 
 from dataclasses import dataclass, field
@@ -31,22 +32,27 @@ _SHARED_DECAY = 0.98
 _DECAY = 0.8
 
 _START = 0.65
+_START_TOKENS = 11
 _MOST = 3.0
 _SHARE = 0.01
-_PROBE_FROM, _PROBE_HEAD_FROM = 0.8, 1.2
+_PROBE_FROM = 1.2
 _PROBE_TOKENS = 2
-"""Of the balance, in decode steps: what a request begins with, what it can have at most, what it gets for each token's
-time, and from where on a draft that is not expected to pay is tried, with so many tokens. Matches are rarer than the
-head, which can be tried at any time, and are to find something left."""
+"""Of the balance, in decode steps: what a request begins with, or what so many drafts take, if that is more; what it
+can have at most, what it gets for each token's time, and from where on a draft of the head that is not expected to pay
+is tried, with so many tokens. What is looked up needs no trial: see `DraftDepth.observe`."""
 
 _MARGIN = 1.05
 """A draft has to be expected to bring so many times the tokens that the step brings without, for its time."""
 
 _PATIENCE = 4
 _LOOKUP_SHARE = 0.00125
-_MOST_SKIPPED = 32
+_FIRST_SKIPPED, _MOST_SKIPPED = 8, 64
 """After so many lookups in a row that nothing came of, they are as rare as takes about this share of the time that
-decoding takes, but each request has one in so many tokens. It is only of a small model that a lookup takes more."""
+decoding takes, but each request has one in so many tokens: at first one in fewer, and then in twice as many each time.
+It is only of a small model that a lookup takes more."""
+
+_GUESS_TOKENS = 8
+"""After so many tokens it is looked again what has become of a draft that was worth it, but not affordable."""
 
 _LEVELS = 100
 _ACCEPTED = np.cumsum(np.linspace(0, 1, _LEVELS + 1)[:, None] ** np.arange(MAX_DRAFT_TOKENS + 1), axis=1) - 1
@@ -71,9 +77,9 @@ class _Acceptance:
 
 @dataclass(slots=True)
 class _DraftHistory:
-    """Of one request. `balance`: see above, as of `num_tokens` tokens; from `pays_from` tokens on it may pay for a
-    draft. `kind`: of its last draft. `num_decodes`: of its last lookup. `num_misses`: lookups since a draft has paid;
-    from `look_from` tokens on there is another one."""
+    """Of one request. `balance`: see above, as of `num_tokens` tokens; from `pays_from` tokens on nothing is owed.
+    `kind`: of its last draft. `is_worth_it`: whether the last lookup was, whatever the balance bears. `num_decodes`: of
+    its last lookup. `num_misses`: lookups since a draft has paid; from `look_from` tokens on there is another one."""
 
     num_tokens: int
     num_misses: int = 0
@@ -81,6 +87,7 @@ class _DraftHistory:
     pays_from: int = 0
     balance: float = _START
     kind: int = 0
+    is_worth_it: bool = False
     num_decodes: int = 1
     acceptance: _Acceptance = field(default_factory=_Acceptance)
 
@@ -98,29 +105,37 @@ class DraftDepth:
         self._shared = _Acceptance()
         self._histories: dict[Request, _DraftHistory] = {}
         self._speeds: dict[tuple[int, int, bool], tuple[int, NDArray[np.float64]]] = {}
-        self._num_drafting, self._num_proposed, self._is_recorded = 1, 0, False
+        self._num_drafting, self._num_proposed, self._is_recorded, self._times_expected = 1, 0, False, 1.0
 
     def may_draft(self, request: Request, num_decodes: int) -> bool:
-        """Whether the load and the request's balance allow a draft at all."""
+        """Whether the load and the request's balance allow a lookup, or a draft of the head, at all."""
         if not 1 <= num_decodes <= self._max_decodes:
             return False
         if self._is_recorded:  # a step has ended
-            self._num_proposed, self._is_recorded = 0, False
+            self._num_proposed, self._is_recorded, self._times_expected = 0, False, 1.0
         history = self._histories.get(request)
         if history is None:
-            self._histories[request] = history = _DraftHistory(request.num_tokens)
+            start = max(_START, self._extra(self._cost, _START_TOKENS, num_decodes))
+            self._histories[request] = history = _DraftHistory(request.num_tokens, balance=start)
         history.num_decodes = num_decodes
         num_new, history.num_tokens = request.num_tokens - history.num_tokens, request.num_tokens
-        earned = _SHARE * self._cost.decode(num_decodes) / num_decodes
+        earned = _SHARE * self._per_token(num_decodes)
         history.balance = min(_MOST, history.balance + num_new * earned)
-        lacks = min(self._extra(cost, 1, num_decodes) for cost in (self._cost, self._head_cost)) - history.balance
-        if lacks > 0:
-            history.pays_from = request.num_tokens + min(_MOST_SKIPPED, ceil(lacks / earned))
-        return lacks <= 0
+        if history.balance < 0:
+            history.pays_from = request.num_tokens + ceil(-history.balance / earned)
+        return history.balance >= 0
+
+    def record_step(self, times_expected: float) -> None:
+        """Learn how many times what was expected of its drafts the step has taken whose drafts are recorded next. What
+        is learned of cost is a mean: of few drafts, here and there in a text, each takes longer than of many in a row,
+        whose code is in the caches."""
+        self._times_expected = times_expected
 
     def may_look(self, request: Request) -> bool:
         """Whether what came of the request's last lookups allows another one. `may_draft` has said yes."""
-        return request.num_tokens >= self._histories[request].look_from
+        history = self._histories[request]
+        history.is_worth_it = False
+        return request.num_tokens >= history.look_from
 
     def idle_tokens(self, request: Request) -> int:
         """How many tokens more it takes until there is another lookup: see `Drafter.idle_tokens`."""
@@ -128,12 +143,26 @@ class DraftDepth:
         return 0 if history is None else max(0, max(history.look_from, history.pays_from) - request.num_tokens)
 
     def miss(self, request: Request) -> None:
-        """Learn that a lookup has led to no draft, or to one that did not pay."""
+        """Learn that a lookup has led to no draft."""
         history = self._histories[request]
-        history.num_misses += 1
-        if history.num_misses > _PATIENCE:
-            stride = min(_MOST_SKIPPED, self._cost.lookups(history.num_decodes) / _LOOKUP_SHARE)
-            history.look_from = request.num_tokens + round(stride)
+        if history.num_decodes == 1:  # beside others a token's time is a fraction of a lookup's, whose rarity has to do
+            history.balance -= self._cost.lookup()
+        self._miss(request, history)
+        if history.is_worth_it:
+            history.look_from = min(history.look_from, request.num_tokens + _GUESS_TOKENS)
+
+    def observe(self, request: Request, matched: int, num_tokens: int, num_right: int) -> None:
+        """Learn what would have become of a draft of `num_tokens`, after a match of `matched` tokens, that was not
+        proposed: the first `num_right` are what was decoded. This takes no verification: so a text that does not pay is
+        found out, and one that comes to quote. Where half of a draft of some length was right, what it would have saved
+        is on the balance, as if it had."""
+        history, kind = self._histories[request], _length_class(matched)
+        self._learn(history, kind, num_tokens, num_right)
+        saved = num_right * self._per_token(history.num_decodes)
+        saved -= self._extra(self._cost, num_tokens, history.num_decodes)
+        if saved > 0 and num_right >= _GUESS_TOKENS // 2 and 2 * num_right >= num_tokens:
+            history.balance = min(_MOST, history.balance + saved)
+            history.num_misses = 0
 
     def choose(self, request: Request, matched: int, most: int, num_decodes: int) -> int:
         """How many tokens to draft, at most `most`, after a match of `matched` tokens, or BY_HEAD. `may_draft` has said
@@ -142,15 +171,16 @@ class DraftDepth:
         history.kind = kind = _HEAD_KIND if matched == BY_HEAD else _length_class(matched)
         cost = self._cost_of(kind)
         budget = history.balance + self._borne_by_others(cost, num_decodes)
-        most = max(0, min(most, cost.most_drafts(budget, num_decodes)))
+        affordable = max(0, min(most, cost.most_drafts(budget, num_decodes)))
         guess = self._shared.rate(kind, _FIRST_GUESSES[kind], _GUESS_WEIGHT)
         acceptance = history.acceptance.rate(kind, guess, _SHARED_WEIGHT)
         speeds = self._speeds_at(num_decodes, kind == _HEAD_KIND)[round(acceptance * _LEVELS), : most + 1]
-        num_drafts = int(speeds.argmax())
+        history.is_worth_it = bool(speeds.max() >= _MARGIN * speeds[0])
+        num_drafts = int(speeds[: affordable + 1].argmax())
         if speeds[num_drafts] < _MARGIN * speeds[0]:
             num_drafts = 0
-        if num_drafts == 0 and history.balance >= (_PROBE_HEAD_FROM if kind == _HEAD_KIND else _PROBE_FROM):
-            num_drafts = min(most, _PROBE_TOKENS)
+        if num_drafts == 0 and kind == _HEAD_KIND and history.balance >= _PROBE_FROM:
+            num_drafts = min(affordable, _PROBE_TOKENS)
         self._num_proposed += num_drafts > 0
         return num_drafts
 
@@ -161,22 +191,38 @@ class DraftDepth:
         if history is None or num_draft_tokens == 0:
             return
         cost = self._cost_of(history.kind)
-        saved = num_accepted * cost.decode(history.num_decodes) / history.num_decodes
-        spent = self._extra(cost, num_draft_tokens, history.num_decodes)
+        saved = num_accepted * self._per_token(history.num_decodes)
+        spent = self._times_expected * self._extra(cost, num_draft_tokens, history.num_decodes)
         history.balance = min(_MOST, history.balance + saved - spent)
-        history.acceptance.add(history.kind, num_draft_tokens, num_accepted, _DECAY)
+        self._learn(history, history.kind, num_draft_tokens, num_accepted)
         if saved > spent:
             history.num_misses = 0
         elif history.kind != _HEAD_KIND:
-            self.miss(request)
-        self._shared.add(history.kind, num_draft_tokens, num_accepted, _SHARED_DECAY)
+            self._miss(request, history)
 
     def end(self, request: Request) -> None:
         """Forget a request."""
         self._histories.pop(request, None)
 
+    def _learn(self, history: _DraftHistory, kind: int, num_tokens: int, num_right: int) -> None:
+        history.acceptance.add(kind, num_tokens, num_right, _DECAY)
+        self._shared.add(kind, num_tokens, num_right, _SHARED_DECAY)
+
+    def _miss(self, request: Request, history: _DraftHistory) -> None:
+        """A lookup has led to no draft, or to one that did not pay."""
+        history.num_misses += 1
+        failed = history.num_misses - _PATIENCE
+        if failed > 0:
+            stride = self._cost.lookup() / (_LOOKUP_SHARE * self._per_token(history.num_decodes))
+            most = min(_MOST_SKIPPED, _FIRST_SKIPPED << min(failed - 1, 8))
+            history.look_from = request.num_tokens + min(most, round(stride))
+
     def _cost_of(self, kind: int) -> DraftCost:
         return self._head_cost if kind == _HEAD_KIND else self._cost
+
+    def _per_token(self, num_decodes: int) -> float:
+        """What a token of one of so many sequences takes without drafts."""
+        return self._cost.decode(num_decodes) / num_decodes
 
     def _sharing(self, num_decodes: int) -> int:
         """How many sequences of a step draft: as many as in the last step in which any did."""

@@ -12,11 +12,12 @@ from bisect import bisect_right
 import numpy as np
 
 from cairn.cache.sequence_blocks import Namespace
+from cairn.keys import common_tokens
 from cairn.scheduler.draft_cost import DraftCost, MeasuredCost
 from cairn.scheduler.draft_depth import DraftDepth
 from cairn.scheduler.request import Request
-from cairn.scheduler.speculation import SpeculativeConfig
-from cairn.types import Clock, Keys, SystemClock
+from cairn.scheduler.speculation import MAX_LOOKUP_TOKENS, SpeculativeConfig
+from cairn.types import Keys
 
 _NOTHING: Keys = np.empty(0, np.int64)
 _NOTHING.flags.writeable = False
@@ -28,12 +29,11 @@ _COUNTS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Drafts are as many as this: of each number a pass is recorded, which takes longer than many that are repeated. With
 the token before them they fill blocks of the products' rows; the CPU's read weights once for up to 12."""
 
-_MOST_TOKENS = 1 << 14
-_MOST_PLACES = 1024
-"""Where the last two tokens, or the least end that counts, have come oftener, the latest places are looked at."""
+_MOST_TOKENS, _MOST_PLACES = 1 << 12, 64
+"""Of the places where the last two tokens have come so many, the latest ones, are looked at; of them those are kept
+that match for longer, token by token, until so few are left that they are compared in one go."""
 
-_FEW_PLACES = 64
-"""So many are compared in one go, others token by token, which leaves fewer each time."""
+_BACK = np.arange(MAX_LOOKUP_TOKENS + 1)
 
 
 def longest_match(tokens: Keys, end: Keys, least: int) -> tuple[int, int] | None:
@@ -42,39 +42,39 @@ def longest_match(tokens: Keys, end: Keys, least: int) -> tuple[int, int] | None
 
     Places that nothing follows, or what is no token, are none.
     """
+    # Between two passes, which leave nothing of this in the caches, an operation of numpy takes some 2 us.
     end = end[-len(tokens) :] if len(tokens) else end[:0]
     if len(end) < least:
         return None
-    matches = tokens[:-1] == end[-1]
-    if least > 1:
-        # most of a text is left out here, by what takes least
-        matches[1:] &= tokens[:-2] == end[-2]
-        matches[0] = False
-    places = np.flatnonzero(matches)
-    if not len(places):
+    length = min(least, 2)
+    matches = tokens[length - 1 : -1] == end[-1]
+    if length > 1:
+        matches &= tokens[:-2] == end[-2]
+    followed = matches.nonzero()[0] + length
+    if not len(followed):
         return None
-    places = places[np.searchsorted(places, least - 1) :]
-    places = places[tokens[places + 1] >= 0][-_MOST_TOKENS:]
-    for depth in range(2, least):
-        places = places[tokens[places - depth] == end[-1 - depth]]
-    places = places[-_MOST_PLACES:]
-    if not len(places):
-        return None
-    length = least
-    while len(places) > _FEW_PLACES and length < len(end):
-        longer = places[np.searchsorted(places, length) :]
-        longer = longer[tokens[longer - length] == end[-1 - length]]
+    if len(followed) > _MOST_PLACES:
+        followed = followed[tokens[followed] >= 0][-_MOST_TOKENS:]
+    while len(followed) > _MOST_PLACES and length < len(end):
+        longer = followed[np.searchsorted(followed, length + 1) :]
+        longer = longer[tokens[longer - length - 1] == end[-1 - length]]
         if not len(longer):
-            return int(places[-1]) + 1, length
-        places, length = longer, length + 1
-    if length == len(end):
-        return int(places[-1]) + 1, length
-    back = np.arange(length, len(end))
-    at = places[:, None] - back
-    differs = (tokens[at] != end[::-1][back]) | (at < 0)
-    more = np.where(differs.any(axis=1), differs.argmax(axis=1), len(back))
-    best = len(more) - 1 - int(more[::-1].argmax())
-    return int(places[best]) + 1, length + int(more[best])
+            break
+        followed, length = longer, length + 1
+    followed = followed[-_MOST_PLACES:]
+    around = tokens[followed[:, None] - _BACK[: len(end) + 1]]
+    lengths = (around[:, 1:] == end[::-1]).argmin(axis=1)
+    if not lengths.all():  # all is the same: the last token always is
+        lengths[lengths == 0] = len(end)
+    if followed[0] < len(end):
+        lengths = np.minimum(lengths, followed)
+    while True:
+        best = len(lengths) - 1 - int(lengths[::-1].argmax())
+        if lengths[best] < least:
+            return None
+        if around[best, 0] >= 0:
+            return int(followed[best]), int(lengths[best])
+        lengths[best] = 0
 
 
 def usual_count(num_drafts: int) -> int:
@@ -127,11 +127,8 @@ class LookupDrafter:
         max_decodes: int = 8,
         max_answer_tokens: int = 1 << 15,
         max_namespaces: int = 64,
-        clock: Clock | None = None,
         depth: DraftDepth | None = None,
     ) -> None:
-        """`clock`: by which lookups are timed."""
-        self._clock = clock or SystemClock()
         self.max_decodes = max_decodes
         self._config = config
         self._all_sources = config.method in ("auto", "suffix")
@@ -139,6 +136,8 @@ class LookupDrafter:
         self._depth = depth or DraftDepth(self._cost, max_decodes)
         self._answers = RecentAnswers(max_answer_tokens, max_namespaces)
         self._predictions: dict[Request, Keys] = {}
+        # by request what its last lookup would have proposed: the length of the match, the place, and the tokens
+        self._guesses: dict[Request, tuple[int, int, Keys]] = {}
 
     def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
         """See `Drafter`."""
@@ -151,15 +150,17 @@ class LookupDrafter:
         if not self._depth.may_look(request):
             return _NOTHING
         most = min(most, self._config.num_speculative_tokens)
-        begin = self._clock.now()
+        self._cost.record_lookup()
+        self._check_guess(request)
         match, drafts = self._find(request), _NOTHING
         if match is not None:
             following, matched = match
+            wrong = (following < 0).nonzero()[0]
+            following = following[: wrong[0]] if len(wrong) else following
             drafts = following[: self._depth.choose(request, matched, most, num_decodes)]
-            wrong = np.flatnonzero(drafts < 0)
-            num_drafts = int(wrong[0]) if len(wrong) else len(drafts)
-            drafts = drafts[: usual_count(num_drafts)]
-        self._cost.record_lookup(self._clock.now() - begin)
+            drafts = drafts[: usual_count(len(drafts))]
+            if not len(drafts):
+                self._guesses.setdefault(request, (matched, request.num_tokens, following))
         if not len(drafts):
             self._depth.miss(request)
         return drafts
@@ -174,15 +175,28 @@ class LookupDrafter:
 
     def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
         """See `Drafter`."""
-        self._cost.record_step(num_decodes, num_draft_tokens, seconds, has_folds)
+        self._depth.record_step(self._cost.record_step(num_decodes, num_draft_tokens, seconds, has_folds))
 
     def end(self, request: Request) -> None:
         """See `Drafter`."""
         self._depth.end(request)
         self._predictions.pop(request, None)
+        self._guesses.pop(request, None)
         if self._all_sources and request.output:
             answer = np.concatenate([self._prompt_end(request), np.array(request.output, np.int64)])
             self._answers.add(request.spec.namespace, answer)
+
+    def _check_guess(self, request: Request) -> None:
+        """What has been decoded since the last lookups says how right one of them would have been."""
+        matched, place, guess = self._guesses.get(request, (0, 0, _NOTHING))
+        if not len(guess):
+            return
+        assert request.sequence is not None
+        decoded = request.sequence.keys[place : place + len(guess)]
+        num_right = common_tokens(decoded, guess)
+        if num_right < len(decoded) or len(decoded) == len(guess):
+            del self._guesses[request]
+            self._depth.observe(request, matched, len(guess), num_right)
 
     def _find(self, request: Request) -> tuple[Keys, int] | None:
         """What may follow, and the length of the match that says so."""

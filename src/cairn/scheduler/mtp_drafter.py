@@ -9,7 +9,7 @@ from cairn.scheduler.lookup_drafter import LookupDrafter, usual_count
 from cairn.scheduler.request import Request
 from cairn.scheduler.speculation import SpeculativeConfig
 from cairn.step import DRAFTED
-from cairn.types import Clock, Keys
+from cairn.types import Keys
 
 _NOTHING: Keys = np.empty(0, np.int64)
 _NOTHING.flags.writeable = False
@@ -38,9 +38,7 @@ class MTPDrafter:
         cost: DraftCost | None = None,
         head_cost: DraftCost | None = None,
         max_decodes: int = 8,
-        clock: Clock | None = None,
     ) -> None:
-        """`clock`: by which lookups are timed."""
         self.max_decodes = max_decodes
         self._config = config
         self._cost = cost or MeasuredCost()
@@ -48,7 +46,7 @@ class MTPDrafter:
         self._depth = DraftDepth(self._cost, max_decodes, self._head_cost)
         self._lookup: LookupDrafter | None = None
         if config.method == "auto":
-            self._lookup = LookupDrafter(config, self._cost, max_decodes, clock=clock, depth=self._depth)
+            self._lookup = LookupDrafter(config, self._cost, max_decodes, depth=self._depth)
         # by request, whether its last draft was the head's
         self._by_head: dict[Request, bool] = {}
         self._num_plain, self._num_since = 0, 0
@@ -85,9 +83,9 @@ class MTPDrafter:
         self._num_since = self._num_since + 1 if num_draft_tokens else 0
         kinds = {*self._by_head.values()} if num_draft_tokens else {False, True}
         if False in kinds and (True not in kinds or not num_draft_tokens):
-            self._cost.record_step(num_decodes, num_draft_tokens, seconds, has_folds)
+            self._depth.record_step(self._cost.record_step(num_decodes, num_draft_tokens, seconds, has_folds))
         if True in kinds and (False not in kinds or not num_draft_tokens):
-            self._head_cost.record_step(num_decodes, num_draft_tokens, seconds, has_folds)
+            self._depth.record_step(self._head_cost.record_step(num_decodes, num_draft_tokens, seconds, has_folds))
 
     def end(self, request: Request) -> None:
         """See `Drafter`."""
