@@ -24,16 +24,14 @@ Fetched = list[tuple[int, int]]
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Fetched:
-    """Begin and bytes of all that is read ahead of a file that the system has nothing of."""
+    """Begin and bytes of all that is fetched."""
     seen: Fetched = []
 
-    def preadv(descriptor: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
-        if flags:
-            raise BlockingIOError
-        seen.append((offset, len(buffers[0])))
-        return len(buffers[0])
+    def sendfile(to: int, descriptor: int, offset: int, count: int) -> int:
+        seen.append((offset, count))
+        return count
 
-    monkeypatch.setattr(read_ahead.os, "preadv", preadv)
+    monkeypatch.setattr(read_ahead.os, "sendfile", sendfile)
     monkeypatch.setattr(read_ahead, "_PIECE", PIECE)
     monkeypatch.setattr(read_ahead, "_WINDOW", WINDOW)
     monkeypatch.setattr(read_ahead, "_BATCH", 1)
@@ -85,6 +83,7 @@ def test_a_tensor_larger_than_the_window_is_fetched_to_its_end_once_it_is_read(
     file: Path, fetched: Fetched, ahead: Any
 ) -> None:
     reader = ahead(tensors(file, 2, 5 * WINDOW))
+    wait_until(lambda: bool(fetched))
     reader.reached("0")
     wait_until(lambda: sum(size for _, size in fetched) >= 6 * WINDOW)
 
@@ -114,17 +113,35 @@ def test_a_batch_is_in_the_order_of_its_file(
     assert [begin // PIECE for begin, _ in fetched] == [1, 3, 4, 0, 2]
 
 
-def test_what_the_system_has_is_not_read(file: Path, ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags_seen = []
+def test_neighbours_are_fetched_together(
+    file: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "_BATCH", 5 * PIECE)
+    places = dict(tensors(file, 20, PIECE // 4))
+    ahead([(name, places[name]) for name in map(str, (0, 1, 3, 2, 4, 10, 11))])
+    wait_until(lambda: len(fetched) == 3)
+    assert fetched == [(0, PIECE), (PIECE, PIECE // 4), (10 * PIECE // 4, PIECE // 2)]
 
-    def preadv(descriptor: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
-        flags_seen.append(flags)
-        return len(buffers[0])
 
-    monkeypatch.setattr(read_ahead.os, "preadv", preadv)
-    ahead(tensors(file, 2, PIECE))
-    wait_until(lambda: len(flags_seen) == 4)
-    assert set(flags_seen) == {os.RWF_NOWAIT}
+def test_the_system_has_what_was_fetched(tmp_path: Path, ahead: Any) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(4 << 20))
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if in_memory(path):
+            pytest.skip("a folder in memory, or a system that does not forget")
+        ahead([("a", FileRange(path, 0, 4 << 20))])
+        wait_until(lambda: in_memory(path))
+
+
+def in_memory(path: Path) -> bool:
+    """Whether the system has the last page of a file."""
+    with path.open("rb") as opened:
+        try:
+            return os.preadv(opened.fileno(), [bytearray(1)], path.stat().st_size - 1, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
 
 
 def test_closing_does_not_wait_for_a_window_that_is_full(file: Path, fetched: Fetched, ahead: Any) -> None:

@@ -1,9 +1,9 @@
 """Files that are mapped into memory, fetched from the disk before they are read.
 
 Where a page is touched that is not there, the system fetches it with few that follow, often 128 KiB, and the thread
-that touched it waits. So another thread reads what will be wanted next, and the disk works while weights are packed.
-It reads, where it could ask for pages by `posix_fadvise`: for who reads Linux takes large pages, which cost a third of
-the processor's time of small ones, the copy that nobody needs included.
+that touched it waits. So another thread has what will be wanted next sent to nowhere, and the disk works while weights
+are packed. For what is sent Linux takes large pages, as for what is read and other than for what `posix_fadvise` asks
+for, nothing is copied, and a call is for megabytes: the thread hardly needs Python, which others run meanwhile.
 """
 
 import os
@@ -16,9 +16,8 @@ from threading import Condition, Thread
 _WINDOW = 256 << 20
 """Bytes that are fetched before they are wanted: the system may need the memory for something else."""
 
-_PIECE = 1 << 20
-"""Bytes that are read at once, into memory that stays in a cache."""
-
+_PIECE = 4 << 20
+"""Bytes that are fetched by one call: less than a disk is asked for at a time, so that it has work between two."""
 
 _BATCH = 32 << 20
 """Bytes of tensors that are read in the order in which files have them, about a layer: pages are the larger, the longer
@@ -33,11 +32,18 @@ class FileRange:
     begin: int
     num_bytes: int
 
+    @property
+    def end(self) -> int:
+        return self.begin + self.num_bytes
+
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Begin and bytes of each."""
-        end = self.begin + self.num_bytes
-        for begin in range(self.begin, end, _PIECE):
-            yield begin, min(_PIECE, end - begin)
+        for begin in range(self.begin, self.end, _PIECE):
+            yield begin, min(_PIECE, self.end - begin)
+
+
+Places = list[tuple[str, FileRange]]
+"""Tensors by their names, and where they are."""
 
 
 class ReadAhead:
@@ -51,16 +57,18 @@ class ReadAhead:
         self._read: set[str] = set()
         self._ends: dict[str, int] = {}
         self._fetched = self._done = 0
-        self._changed, self._stopped = Condition(), False
+        self._changed, self._waits, self._stopped = Condition(), False, False
         self._thread = Thread(target=self._run, name="cairn-read-ahead", daemon=True)
         self._thread.start()
 
     def reached(self, name: str) -> None:
-        """A tensor is going to be read now."""
-        with self._changed:
-            self._read.add(name)
-            self._done = max(self._done, self._ends.get(name, 0))
-            self._changed.notify()
+        """A tensor is going to be read now. To be called by one thread."""
+        self._read.add(name)
+        self._done = max(self._done, self._ends.get(name, 0))
+        # Whoever waits has said so before it looked at what is done: a lock for each tensor is not needed.
+        if self._waits:
+            with self._changed:
+                self._changed.notify()
 
     def close(self) -> None:
         """Nothing more is fetched."""
@@ -71,52 +79,61 @@ class ReadAhead:
 
     def _run(self) -> None:
         with suppress(OSError, ValueError, LookupError, TypeError), ExitStack() as stack:
-            buffer, opened = memoryview(bytearray(_PIECE)), None
-            for name, place in _in_file_order(self._places):
-                if not self._begin(name, place):
-                    continue
-                if opened != place.file:
-                    stack.close()
-                    opened, descriptor = place.file, os.open(place.file, os.O_RDONLY | os.O_CLOEXEC)
-                    stack.callback(os.close, descriptor)
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                for begin, num_bytes in place.pieces():
-                    if not self._wait_for_room(num_bytes):
-                        return
-                    if not _is_there(descriptor, begin, num_bytes):
-                        os.preadv(descriptor, [buffer[:num_bytes]], begin)
+            nowhere = stack.enter_context(open(os.devnull, "wb", buffering=0)).fileno()
+            opened: dict[Path, int] = {}
+            for batch in _batches(self._places):
+                for place in _runs(self._begin(batch)):
+                    if place.file not in opened:
+                        # Of a checkpoint in many files the one before has been read.
+                        opened = {place.file: stack.enter_context(place.file.open("rb", buffering=0)).fileno()}
+                        os.posix_fadvise(opened[place.file], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                    for begin, num_bytes in place.pieces():
+                        if not self._wait_for_room(num_bytes):
+                            return
+                        os.sendfile(nowhere, opened[place.file], begin, num_bytes)
 
-    def _begin(self, name: str, place: FileRange) -> bool:
-        """Whether a tensor has still to be read."""
-        with self._changed:
-            if name in self._read:
-                return False
-            self._ends[name] = self._fetched + place.num_bytes
-            return True
+    def _begin(self, batch: Places) -> Iterator[FileRange]:
+        """Those of tensors that have still to be read."""
+        end = self._fetched
+        for name, place in batch:
+            if name not in self._read:
+                end += place.num_bytes
+                self._ends[name] = end
+                yield place
 
     def _wait_for_room(self, num_bytes: int) -> bool:
         """Whether to go on; if so, so many more bytes are fetched."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._fetched < self._done + _WINDOW)
-            self._fetched += num_bytes
-            return not self._stopped
+        if self._fetched >= self._done + _WINDOW:
+            with self._changed:
+                self._waits = True
+                self._changed.wait_for(lambda: self._stopped or self._fetched < self._done + _WINDOW)
+                self._waits = False
+        self._fetched += num_bytes
+        return not self._stopped
 
 
-def _is_there(descriptor: int, begin: int, num_bytes: int) -> bool:
-    """Whether the system has the first and the last byte in its memory, and so most likely what is between."""
-    byte = [bytearray(1)]
-    try:
-        return all(os.preadv(descriptor, byte, place, os.RWF_NOWAIT) for place in (begin, begin + num_bytes - 1))
-    except OSError:
-        return False
-
-
-def _in_file_order(places: Iterable[tuple[str, FileRange]]) -> Iterator[tuple[str, FileRange]]:
-    """Batch by batch."""
-    batch: list[tuple[str, FileRange]] = []
+def _batches(places: Iterable[tuple[str, FileRange]]) -> Iterator[Places]:
+    """Each in the order of its files."""
+    batch: Places = []
+    num_bytes = 0
     for each in places:
         batch.append(each)
-        if sum(place.num_bytes for _, place in batch) >= _BATCH:
-            yield from sorted(batch, key=lambda each: each[1])
-            batch.clear()
-    yield from sorted(batch, key=lambda each: each[1])
+        num_bytes += each[1].num_bytes
+        if num_bytes >= _BATCH:
+            yield sorted(batch, key=lambda each: each[1])
+            batch, num_bytes = [], 0
+    yield sorted(batch, key=lambda each: each[1])
+
+
+def _runs(places: Iterable[FileRange]) -> Iterator[FileRange]:
+    """Neighbours of a file as one."""
+    run: FileRange | None = None
+    for place in places:
+        if run is not None and (place.file, place.begin) == (run.file, run.end):
+            run = FileRange(run.file, run.begin, run.num_bytes + place.num_bytes)
+            continue
+        if run is not None:
+            yield run
+        run = place
+    if run is not None:
+        yield run

@@ -1,15 +1,14 @@
 """Where the stored numbers of tensors come from: files mapped into memory, or, in `device_copy`, copies to a device."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from cairn.models.sharding import Slice
@@ -62,17 +61,15 @@ class MappedFiles:
         self._folder = folder
         self._headers = headers
         self._advance = advance
-        self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
+        self._open: dict[str, _MappedFile] = {}
         self._ahead = ReadAhead(self._places(order))
-        self._stack.callback(self._ahead.close)
 
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         header = self._headers[name]
         self._ahead.reached(name)
-        file = self._file(header.file)
-        whole = all(each == slice(0, length) for each, length in zip(part, header.shape, strict=True))
-        values: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[part]
+        values = self._file(header.file).tensor(name, header)
+        if tuple(each.stop - each.start for each in part) != header.shape:
+            values = values[part].contiguous()
         if self._advance is not None:
             self._advance(values.nbytes)
         return values
@@ -84,22 +81,40 @@ class MappedFiles:
         self.close()
 
     def close(self) -> None:
+        self._ahead.close()
         self._open.clear()
-        self._stack.close()
 
     def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
-        offsets: dict[str, Mapping[str, tuple[int, int]]] = {}
         for name in order:
-            path = self._folder / (file := self._headers[name].file)
-            if file not in offsets:
-                with path.open("rb") as opened:
-                    offsets[file] = read_offsets(opened)
-            yield name, FileRange(path, *offsets[file][name])
+            file = self._file(self._headers[name].file)
+            yield name, FileRange(file.path, *file.offsets[name])
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
-        return self._open[name]
+    def _file(self, name: str) -> "_MappedFile":
+        file = self._open.get(name)
+        # Another thread may open it as well: then one of the two stays.
+        return file or self._open.setdefault(name, _MappedFile(self._folder / name))
+
+
+class _MappedFile:
+    """A safetensors file. Torch's tensors of it are views of one mapping, which the package makes anew for each."""
+
+    __slots__ = "_bytes", "offsets", "path"
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as opened:
+            self.path, self.offsets = path, read_offsets(opened)
+            num_bytes = os.fstat(opened.fileno()).st_size
+        # Private, so that nothing is written to the file.
+        self._bytes = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
+
+    def tensor(self, name: str, header: TensorHeader) -> Tensor:
+        """The file's memory, where it is aligned as the numbers have to be."""
+        begin, num_bytes = self.offsets[name]
+        dtype = TORCH_DTYPES[header.dtype]
+        part = self._bytes[begin : begin + num_bytes]
+        if begin % dtype.itemsize:
+            part = part.clone()
+        return part.view(dtype).view(header.shape)
 
 
 def map_files(
