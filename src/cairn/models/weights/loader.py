@@ -58,6 +58,10 @@ READABLE = ("BF16", "F16", "F32")
 """safetensors' names of the dtypes that are converted to the serving dtype; FP8 needs factors, others are unknown."""
 
 
+MatrixFinder = Callable[[str, tuple[int, ...]], PackedMatrix | str | None]
+"""`find_matrix` of one checkpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class Accounting:
     """A checkpoint's tensors against the ones that its config calls for. `problems`: a sentence for each that is wrong,
@@ -108,9 +112,10 @@ def _find_problems(
     expected: Mapping[str, tuple[int, ...]],
     ignored: tuple[str, ...],
     quantization: Quantization | None,
+    find: MatrixFinder | None = None,
 ) -> tuple[tuple[str, ...], int]:
     """`problems` and `num_ignored` of an `Accounting`."""
-    mismatches = filter(None, (find_problem(headers, name, shape, quantization) for name, shape in expected.items()))
+    mismatches = filter(None, (find_problem(headers, *each, quantization, find) for each in expected.items()))
     problems = sorted(mismatches, key=lambda problem: (problem.endswith("is missing"), problem))
     num_wrong = sum(not problem.endswith("is missing") for problem in problems)
     extra = headers.keys() - used_tensors(headers, expected, quantization)
@@ -131,10 +136,14 @@ def _format_of(headers: Mapping[str, TensorHeader], quantization: Quantization |
 
 
 def find_problem(
-    headers: Mapping[str, TensorHeader], name: str, shape: tuple[int, ...], quantization: Quantization | None
+    headers: Mapping[str, TensorHeader],
+    name: str,
+    shape: tuple[int, ...],
+    quantization: Quantization | None,
+    find: MatrixFinder | None = None,
 ) -> str | None:
-    """Why the tensor `name` cannot be read with this shape, in a sentence, or None."""
-    matrix = find_matrix(headers, name, shape, quantization)
+    """Why the tensor `name` cannot be read with this shape, in a sentence, or None. `find`: of this checkpoint."""
+    matrix = find_matrix(headers, name, shape, quantization) if find is None else find(name, shape)
     if matrix is not None:
         return matrix if isinstance(matrix, str) else None
     header = headers.get(name)
@@ -178,6 +187,7 @@ class WeightReader:
         self._quantization = quantization
         self._is_gguf = is_gguf(folder)
         self._layouts = find_layouts(self.headers, quantization)
+        self._matrices: dict[tuple[str, tuple[int, ...]], PackedMatrix | str | None] = {}
         self._verified: dict[str, tuple[int, ...]] = {}
         self._files = map_files(folder, self.headers)
         self._source: TensorSource = self._files
@@ -217,7 +227,7 @@ class WeightReader:
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """Raises ModelError naming tensors that are missing, unknown, misshapen or of a dtype that cannot be read."""
-        problems, _ = _find_problems(self.headers, expected, ignored, self._quantization)
+        problems, _ = _find_problems(self.headers, expected, ignored, self._quantization, self._matrix)
         if problems:
             more = f"; and {len(problems) - 5} more, see `cairn check`" if len(problems) > 5 else ""
             raise ModelError(f"{self.folder}: {'; '.join(problems[:5])}{more}: {REMEDY}")
@@ -297,13 +307,16 @@ class WeightReader:
         """See `find_matrix`."""
         if name not in self._layouts:
             return None
-        return find_matrix(self.headers, name, shape, self._quantization)
+        matrix = self._matrices.get((name, shape))
+        if matrix is None:
+            matrix = self._matrices[name, shape] = find_matrix(self.headers, name, shape, self._quantization)
+        return matrix
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ModelError for a tensor that cannot be read with this shape."""
         if self._verified.get(name) == shape:
             return
-        if problem := find_problem(self.headers, name, shape, self._quantization):
+        if problem := find_problem(self.headers, name, shape, self._quantization, self._matrix):
             raise ModelError(f"{self.folder}: {problem}")
 
     def _gguf_codes(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> QuantizedWeight | None:
@@ -330,13 +343,13 @@ class WeightReader:
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
         """What goes wrong inside names the tensor, and its file if it has one of its own."""
-        header = self.headers.get(name)
-        place = self.folder if header is None else self.folder / header.file
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except (ModelError, *READ_ERRORS) as error:
+            header = self.headers.get(name)
+            place = self.folder if header is None else self.folder / header.file
             raise ModelError(f"{place}: {name} cannot be read: {error}") from error
 
     def _read_parts(

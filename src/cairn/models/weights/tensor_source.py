@@ -1,6 +1,6 @@
 """Where the stored numbers of tensors come from: files mapped into memory, or, in `device_copy`, copies to a device."""
 
-import os
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -68,8 +68,10 @@ class MappedFiles:
         header = self._headers[name]
         self._ahead.reached(name)
         values = self._file(header.file).tensor(name, header)
-        if tuple(each.stop - each.start for each in part) != header.shape:
-            values = values[part].contiguous()
+        for each, length in zip(part, header.shape, strict=True):
+            if each.stop - each.start != length:
+                values = values[part].contiguous()
+                break
         if self._advance is not None:
             self._advance(values.nbytes)
         return values
@@ -96,25 +98,24 @@ class MappedFiles:
 
 
 class _MappedFile:
-    """A safetensors file. Torch's tensors of it are views of one mapping, which the package makes anew for each."""
+    """A safetensors file. All tensors of it are in one mapping; the package makes another one for each."""
 
-    __slots__ = "_bytes", "offsets", "path"
+    __slots__ = "_mapped", "offsets", "path"
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as opened:
             self.path, self.offsets = path, read_offsets(opened)
-            num_bytes = os.fstat(opened.fileno()).st_size
-        # Private, so that nothing is written to the file.
-        self._bytes = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
+            # Private: torch has no tensors that cannot be written to.
+            self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def tensor(self, name: str, header: TensorHeader) -> Tensor:
-        """The file's memory, where it is aligned as the numbers have to be."""
+        """The file's memory, wherever it begins. Raises ValueError where there is less of it."""
         begin, num_bytes = self.offsets[name]
         dtype = TORCH_DTYPES[header.dtype]
-        part = self._bytes[begin : begin + num_bytes]
-        if begin % dtype.itemsize:
-            part = part.clone()
-        return part.view(dtype).view(header.shape)
+        if not num_bytes:
+            return torch.empty(header.shape, dtype=dtype)
+        values = torch.frombuffer(self._mapped, dtype=dtype, count=num_bytes // dtype.itemsize, offset=begin)
+        return values.view(header.shape)
 
 
 def map_files(
