@@ -50,7 +50,8 @@ def ahead() -> Iterator[Callable[..., ReadAhead]]:
     made: list[ReadAhead] = []
 
     def make(places: Any) -> ReadAhead:
-        made.append(ReadAhead(places))
+        made.append(ReadAhead())
+        made[-1].begin(places)
         return made[-1]
 
     yield make
@@ -167,7 +168,7 @@ def test_all_weights_of_a_model_are_fetched_where_its_files_have_them(
         place = write_gguf(place, tmp_path / "model.gguf", "Q8_0")
     model = open_model(place, keeps="codes")
     with WeightReader(place, model.dtype, model.family.float32_tensors, model.quantization) as reader:
-        order = list(reader.reading_order(model.tensors(reader.names)))
+        order = list(reader._reading_order(model.tensors(reader.names)))
         ranges = list(reader._files._places(order))
         sizes: dict[str, int] = {}
         for name, each in ranges:

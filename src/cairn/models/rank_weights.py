@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import singledispatchmethod
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from cairn.kernels.contract import Kernels, Weight
 from cairn.kernels.fp8 import Fp8Weight
 from cairn.kernels.int4 import quantize_int4
 from cairn.kernels.quantized import QuantizedWeight
-from cairn.kernels.weight_rows import WeightRows, dequantize_rows, join_rows, stack_experts
+from cairn.kernels.weight_rows import WeightRows, dequantize_rows, join_rows, lies_across, stack_experts
 from cairn.layers.linear import Linear
 from cairn.models.contract import StoredLoader, TensorLoader
 from cairn.models.decoder_config import MADE_AT_LOAD, ServedQuantization
@@ -49,23 +48,29 @@ class RankWeights:
     lend_rows: RowsLoader | None = None
     linears: list[Linear] = field(init=False, default_factory=list)
 
-    @singledispatchmethod
     def make(self, weight: WeightSpec) -> Any:
         """A tensor, a product as a `Linear`, or the packed matrices of all experts, into and out of their inner
         channels."""
-        raise TypeError(f"nothing is made of {weight!r:.200}")
+        match weight:
+            case StoredTensor():
+                return self.tensor(weight)
+            case JoinedTensors():
+                return self.joined(weight)
+            case ProductSpec():
+                return self.product(weight)
+            case ExpertStacks():
+                return self.stacks(weight)
+            case ExpertMatrices():
+                return self.experts(weight)
 
-    @make.register
     def tensor(self, weight: StoredTensor) -> Tensor:
         """As it is loaded, on the device."""
         return self.load(weight.name, weight.shape, weight.shard).to(self.device)
 
-    @make.register
     def joined(self, weight: JoinedTensors) -> Tensor:
         """As they are loaded, on the device."""
         return torch.cat([self.tensor(part) for part in weight.parts])
 
-    @make.register
     def product(self, weight: ProductSpec) -> Linear:
         """Its rows packed, with their biases."""
         parts = [self._rows(part) for part in weight.parts]
@@ -90,7 +95,6 @@ class RankWeights:
         self.linears.append(linear)
         return linear
 
-    @make.register
     def stacks(self, weight: ExpertStacks) -> tuple[Any, ...]:
         """Both packed, and their biases."""
         up, down = (self._stack(stack, weight.inputs_first) for stack in (weight.up, weight.down))
@@ -104,7 +108,6 @@ class RankWeights:
         rows = self._rows(weight)
         return rows.transpose(1, 2).contiguous() if inputs_first and isinstance(rows, Tensor) else rows
 
-    @make.register
     def experts(self, weight: ExpertMatrices) -> tuple[Weight, Weight]:
         """Stacked, and both packed."""
         ups = [_joined([self._rows(part) for part in parts]) for parts in weight.ups]
@@ -170,6 +173,8 @@ def _gates_last(parts: list[WeightRows], heads: int) -> list[WeightRows]:
 
     def half_of(which: int) -> WeightRows:
         def pick(part: Tensor) -> Tensor:
+            if lies_across(part):
+                return part.mT.unflatten(1, (heads, 2, -1))[:, :, which].flatten(1).mT
             return part.reshape(heads, 2, -1, *part.shape[1:])[:, which].flatten(0, 1)
 
         return pick(parts[0]) if isinstance(parts[0], Tensor) else parts[0].changed(pick)

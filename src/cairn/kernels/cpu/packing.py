@@ -32,26 +32,28 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
     are no more words of a row, or no more rows. `flips`: the highest bit of each byte is another one then, which makes
     bytes from 0 on of int8."""
     count, lines = panels.shape[:2]
-    word, row_bytes = panels.stride(2) * panels.itemsize, parts[0].shape[1] * parts[0].itemsize
+    word, width, itemsize = panels.stride(2) * panels.itemsize, parts[0].shape[1], parts[0].itemsize
+    row_bytes, address = width * itemsize, panels.data_ptr()
     columns, first, flipped = -(-row_bytes // word), 0, _SIGNS[word] if flips else 0
     for part in parts:
-        rows = part.shape[0]
-        is_across = part.stride(0) == 1 and part.itemsize == word and part.stride(1) >= rows > 1
+        rows, (row, step) = part.shape[0], part.stride()
+        is_across = row == 1 and itemsize == word and step >= rows > 1
         if row_bytes % word:
-            part = F.pad(part, (0, (columns * word - row_bytes) // part.itemsize))
-        elif not is_across and (part.stride(1) != 1 or part.stride(0) * part.itemsize % word):
+            part = F.pad(part, (0, (columns * word - row_bytes) // itemsize))
+            row = part.stride(0)
+        elif not is_across and (step != 1 or row * itemsize % word):
             part = part.contiguous()
-        if part.numel():
+            row = part.stride(0)
+        if num_bytes := rows * row_bytes:
             num_panels = (first + rows - 1) // PANEL - first // PANEL + 1
-            place = part.nbytes // _COPY_RATE, part.data_ptr()
+            place = num_bytes // _COPY_RATE, part.data_ptr()
             if is_across:
                 items = -(-num_panels // _PANELS_AT_A_TIME)
-                _fill_across[word](
-                    items, *place, part.stride(1), first, rows, columns, flipped, panels.data_ptr(), lines
-                )
+                _fill_across[word](items, *place, step, first, rows, columns, flipped, address, lines)
             else:
-                row = part.stride(0) * part.itemsize // word
-                _fill_panels[word](num_panels, *place, row, first, rows, columns, flipped, panels.data_ptr(), lines)
+                _fill_panels[word](
+                    num_panels, *place, row * itemsize // word, first, rows, columns, flipped, address, lines
+                )
         first += rows
     if columns < lines:
         panels[:, columns:] = 0

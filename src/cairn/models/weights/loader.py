@@ -102,7 +102,8 @@ def account(
     quantization: Quantization | None = None,
 ) -> Accounting:
     """Compare names, shapes and dtypes. `ignored`: name prefixes that are allowed and not served."""
-    problems, num_ignored = _find_problems(headers, expected, ignored, quantization)
+    used = used_tensors(headers, expected, quantization)
+    problems, num_ignored = _find_problems(headers, expected, used, ignored, quantization)
     forms = Counter(filter(None, (name_form(headers, *each, quantization) for each in expected.items())))
     return Accounting(problems, num_ignored, dict(sorted(forms.items())))
 
@@ -110,15 +111,16 @@ def account(
 def _find_problems(
     headers: Mapping[str, TensorHeader],
     expected: Mapping[str, tuple[int, ...]],
+    used: Set[str],
     ignored: tuple[str, ...],
     quantization: Quantization | None,
     find: MatrixFinder | None = None,
 ) -> tuple[tuple[str, ...], int]:
-    """`problems` and `num_ignored` of an `Accounting`."""
+    """`problems` and `num_ignored` of an `Accounting`. `used`: the stored tensors that are `expected`."""
     mismatches = filter(None, (find_problem(headers, *each, quantization, find) for each in expected.items()))
     problems = sorted(mismatches, key=lambda problem: (problem.endswith("is missing"), problem))
     num_wrong = sum(not problem.endswith("is missing") for problem in problems)
-    extra = headers.keys() - used_tensors(headers, expected, quantization)
+    extra = headers.keys() - used
     unknown = sorted(name for name in extra if not name.startswith(ignored))
     foreign = [f"{headers[name].file}: {name} is not part of this architecture" for name in unknown]
     # By turns: what is missing may be there under another name, and of a long list only the beginning is shown.
@@ -189,6 +191,7 @@ class WeightReader:
         self._layouts = find_layouts(self.headers, quantization)
         self._matrices: dict[tuple[str, tuple[int, ...]], PackedMatrix | str | None] = {}
         self._verified: dict[str, tuple[int, ...]] = {}
+        self._used: set[str] = set()
         self._files = map_files(folder, self.headers)
         self._source: TensorSource = self._files
 
@@ -197,6 +200,19 @@ class WeightReader:
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
+
+    def read_ahead(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Has a thread fetch the tensors that these are read from, in this order, if it has not begun before."""
+        self._files.read_ahead(self._reading_order(expected))
+
+    @contextmanager
+    def telling(self, advance: Callable[[int], None]) -> Iterator[None]:
+        """Inside, `advance` is called with the number of bytes of each part that is read from the files."""
+        self._files.advance = advance
+        try:
+            yield
+        finally:
+            self._files.advance = None
 
     @contextmanager
     def read_from(self, source: TensorSource) -> Iterator[None]:
@@ -214,10 +230,10 @@ class WeightReader:
 
     def stored_bytes(self, expected: Mapping[str, tuple[int, ...]]) -> int:
         """Of the tensors that these are read from."""
-        headers = (self.headers[name] for name in used_tensors(self.headers, expected, self._quantization))
-        return sum(map(stored_bytes, headers))
+        used = self._used if expected == self._verified else used_tensors(self.headers, expected, self._quantization)
+        return sum(stored_bytes(self.headers[name]) for name in used)
 
-    def reading_order(self, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    def _reading_order(self, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
         """The tensors that these are read from, one after the other, but for small ones of FP8."""
         for name in expected:
             if (layout := self._layouts.get(name)) is not None:
@@ -227,11 +243,12 @@ class WeightReader:
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """Raises ModelError naming tensors that are missing, unknown, misshapen or of a dtype that cannot be read."""
-        problems, _ = _find_problems(self.headers, expected, ignored, self._quantization, self._matrix)
+        used = used_tensors(self.headers, expected, self._quantization)
+        problems, _ = _find_problems(self.headers, expected, used, ignored, self._quantization, self._matrix)
         if problems:
             more = f"; and {len(problems) - 5} more, see `cairn check`" if len(problems) > 5 else ""
             raise ModelError(f"{self.folder}: {'; '.join(problems[:5])}{more}: {REMEDY}")
-        self._verified = dict(expected)
+        self._verified, self._used = dict(expected), used
 
     def load(
         self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None, copy: bool = True

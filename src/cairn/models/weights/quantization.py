@@ -288,6 +288,11 @@ def row_scales(
 ) -> Tensor:
     """The factors of an FP8 weight of this `shape` -> those of each of these rows, float32 [rows, columns of
     `find_scale_columns`]."""
-    of_row = torch.cat([torch.arange(*each) for each in rows])
-    of_column = torch.cat([torch.arange(*each) for each in columns])
-    return scale.float().reshape(_grid(shape, block))[of_row // block[0]][:, of_column]
+    factors = scale.float().reshape(_grid(shape, block))
+    if rows != ((0, shape[0]),):
+        factors = factors[torch.cat([torch.arange(*each) for each in rows]) // block[0]]
+    elif block[0] > 1:
+        factors = factors.repeat_interleave(block[0], 0)[: shape[0]]
+    if columns == ((0, factors.shape[1]),):
+        return factors
+    return factors[:, torch.cat([torch.arange(*each) for each in columns])]

@@ -50,16 +50,19 @@ class ReadAhead:
     """Fetches the bytes of tensors in the order in which they will be read, and no further than the window. A file that
     cannot be read is not: whoever wants what is in it learns why."""
 
-    def __init__(self, places: Iterable[tuple[str, FileRange]]) -> None:
-        """`places`: by the tensors' names, taken as they are needed, on the thread that reads. OSError,
-        ValueError, LookupError or TypeError from there ends it."""
-        self._places = places
+    def __init__(self) -> None:
         self._read: set[str] = set()
         self._ends: dict[str, int] = {}
         self._fetched = self._done = 0
         self._changed, self._waits, self._stopped = Condition(), False, False
-        self._thread = Thread(target=self._run, name="cairn-read-ahead", daemon=True)
-        self._thread.start()
+        self._thread: Thread | None = None
+
+    def begin(self, places: Iterable[tuple[str, FileRange]]) -> None:
+        """`places`: by the tensors' names, taken as they are needed, on the thread that reads. OSError,
+        ValueError, LookupError or TypeError from there ends it. Nothing, where it has begun before."""
+        if self._thread is None:
+            self._thread = Thread(target=self._run, args=(places,), name="cairn-read-ahead", daemon=True)
+            self._thread.start()
 
     def reached(self, name: str) -> None:
         """A tensor is going to be read now. To be called by one thread."""
@@ -75,13 +78,14 @@ class ReadAhead:
         with self._changed:
             self._stopped = True
             self._changed.notify()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
-    def _run(self) -> None:
+    def _run(self, places: Iterable[tuple[str, FileRange]]) -> None:
         with suppress(OSError, ValueError, LookupError, TypeError), ExitStack() as stack:
             nowhere = stack.enter_context(open(os.devnull, "wb", buffering=0)).fileno()
             opened: dict[Path, int] = {}
-            for batch in _batches(self._places):
+            for batch in _batches(places):
                 for place in _runs(self._begin(batch)):
                     if place.file not in opened:
                         # Of a checkpoint in many files the one before has been read.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,24 +45,21 @@ class TensorSource(Protocol):
 
 
 class MappedFiles:
-    """The files of a folder, mapped into memory. A `TensorSource`; a context manager, or to be closed."""
+    """The files of a folder, mapped into memory. A `TensorSource`; to be closed. `advance`: called with the number of
+    bytes of each part."""
 
     device = torch.device("cpu")
 
-    def __init__(
-        self,
-        folder: Path,
-        headers: Mapping[str, TensorHeader],
-        advance: Callable[[int], None] | None = None,
-        order: Iterable[str] = (),
-    ) -> None:
-        """`advance`: called with the number of bytes of each part. `order`: tensors that will be read, one after the
-        other: see `ReadAhead`."""
+    def __init__(self, folder: Path, headers: Mapping[str, TensorHeader]) -> None:
+        self.advance: Callable[[int], None] | None = None
         self._folder = folder
         self._headers = headers
-        self._advance = advance
         self._open: dict[str, _MappedFile] = {}
-        self._ahead = ReadAhead(self._places(order))
+        self._ahead = ReadAhead()
+
+    def read_ahead(self, order: Iterable[str]) -> None:
+        """These tensors will be read, one after the other: see `ReadAhead.begin`."""
+        self._ahead.begin(self._places(order))
 
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         header = self._headers[name]
@@ -72,15 +69,9 @@ class MappedFiles:
             if each.stop - each.start != length:
                 values = values[part].contiguous()
                 break
-        if self._advance is not None:
-            self._advance(values.nbytes)
+        if self.advance is not None:
+            self.advance(values.nbytes)
         return values
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._ahead.close()
@@ -118,16 +109,9 @@ class _MappedFile:
         return values.view(header.shape)
 
 
-def map_files(
-    folder: Path,
-    headers: Mapping[str, TensorHeader],
-    advance: Callable[[int], None] | None = None,
-    order: Iterable[str] = (),
-) -> MappedFiles | GgufFiles:
+def map_files(folder: Path, headers: Mapping[str, TensorHeader]) -> MappedFiles | GgufFiles:
     """The files of a checkpoint folder, or the GGUF file that `folder` is, as `MappedFiles`."""
-    if is_gguf(folder):
-        return GgufFiles(folder, advance, order)
-    return MappedFiles(folder, headers, advance, order)
+    return GgufFiles(folder) if is_gguf(folder) else MappedFiles(folder, headers)
 
 
 def stored_bytes(header: TensorHeader) -> int:
