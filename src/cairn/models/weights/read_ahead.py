@@ -90,7 +90,6 @@ class ReadAhead:
                     if place.file not in opened:
                         # Of a checkpoint in many files the one before has been read.
                         opened = {place.file: stack.enter_context(place.file.open("rb", buffering=0)).fileno()}
-                        os.posix_fadvise(opened[place.file], 0, 0, os.POSIX_FADV_SEQUENTIAL)
                     for begin, num_bytes in place.pieces():
                         if not self._wait_for_room(num_bytes):
                             return
