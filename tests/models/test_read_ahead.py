@@ -89,7 +89,8 @@ def test_a_tensor_larger_than_the_window_is_fetched_to_its_end_once_it_is_read(
     wait_until(lambda: sum(size for _, size in fetched) >= 6 * WINDOW)
 
 
-def test_what_has_been_read_is_not_fetched_any_more(file: Path, fetched: Fetched, ahead: Any) -> None:
+def test_what_is_asked_for_before_its_turn_is_fetched_all_the_same(file: Path, fetched: Fetched, ahead: Any) -> None:
+    """Whoever asks may wait until it is there."""
     gate = threading.Event()
 
     def places() -> Iterator[tuple[str, FileRange]]:
@@ -97,16 +98,28 @@ def test_what_has_been_read_is_not_fetched_any_more(file: Path, fetched: Fetched
         yield from tensors(file, 4, PIECE)
 
     reader = ahead(places())
-    for name in "01":
+    for name in "0123":
         reader.reached(name)
     gate.set()
-    wait_until(lambda: len(fetched) == 2)
-    assert fetched == [(2 * PIECE, PIECE), (3 * PIECE, PIECE)]
+    wait_until(lambda: len(fetched) == 4)
+
+
+def test_batches_grow(file: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "_FIRST_BATCH", PIECE)
+    monkeypatch.setattr(read_ahead, "_BATCH", 4 * PIECE)
+    monkeypatch.setattr(read_ahead, "_WINDOW", 100 * PIECE)
+    places = dict(tensors(file, 20, PIECE // 2))
+    ahead([(str(number), places[str(number)]) for number in reversed(range(20))])
+    wait_until(lambda: sum(size for _, size in fetched) == 10 * PIECE)
+    # The last two, the last four before them, eight, and what is left.
+    assert fetched[0] == (9 * PIECE, PIECE)
+    assert [begin // PIECE for begin, _ in fetched] == [9, 7, 8, 3, 4, 5, 6, 0, 1, 2]
 
 
 def test_a_batch_is_in_the_order_of_its_file(
     file: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(read_ahead, "_FIRST_BATCH", 3 * PIECE)
     monkeypatch.setattr(read_ahead, "_BATCH", 3 * PIECE)
     places = dict(tensors(file, 5, PIECE))
     ahead([(name, places[name]) for name in "41302"])
@@ -117,6 +130,7 @@ def test_a_batch_is_in_the_order_of_its_file(
 def test_neighbours_are_fetched_together(
     file: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(read_ahead, "_FIRST_BATCH", 5 * PIECE)
     monkeypatch.setattr(read_ahead, "_BATCH", 5 * PIECE)
     places = dict(tensors(file, 20, PIECE // 4))
     ahead([(name, places[name]) for name in map(str, (0, 1, 3, 2, 4, 10, 11))])

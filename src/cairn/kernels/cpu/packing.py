@@ -2,16 +2,24 @@
 
 Rows are read where they lie, which may be a file that is mapped into memory, one after the other or across, and each is
 written once, to where it stays: those of several weights that become one are not joined before.
+
+While a model is loaded this is done behind the thread that finds the weights, which is as long at it in Python as the
+loops are: rows are waited for, from a disk, where nobody else has to wait.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cairn.kernels.cpu.compiled import BF16, I32, INT, U8, kernel
+from cairn.kernels.cpu.compiled import BF16, I32, INT, U8, Variant, kernel
 from cairn.kernels.cpu.scalars import advance
 from cairn.kernels.cpu.tiles import PANEL
 from cairn.kernels.cpu.vectors import LANES, transpose_16
@@ -21,6 +29,12 @@ _COPY_RATE = 4
 
 _PANELS_AT_A_TIME = 4
 """Of rows side by side: lines that are read are longer than those that are written."""
+
+_LEAST_BEHIND = 1 << 17
+"""Bytes of rows that are worth another thread."""
+
+_MOST_BEHIND = 16 << 20
+"""Bytes of rows that wait: those that were put in order for this take memory until then."""
 
 _SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
 """By the bytes of a word, the highest bit of each of its bytes."""
@@ -45,20 +59,73 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
             part = part.contiguous()
             row = part.stride(0)
         if num_bytes := rows * row_bytes:
-            num_panels = (first + rows - 1) // PANEL - first // PANEL + 1
-            place = num_bytes // _COPY_RATE, part.data_ptr()
+            items = (first + rows - 1) // PANEL - first // PANEL + 1
+            loop, step = (_fill_across, step) if is_across else (_fill_panels, row * itemsize // word)
             if is_across:
-                items = -(-num_panels // _PANELS_AT_A_TIME)
-                _fill_across[word](items, *place, step, first, rows, columns, flipped, address, lines)
-            else:
-                _fill_panels[word](
-                    num_panels, *place, row * itemsize // word, first, rows, columns, flipped, address, lines
-                )
+                items = -(-items // _PANELS_AT_A_TIME)
+            places = part.data_ptr(), step, first, rows, columns, flipped, address, lines
+            packing().run(loop[word], items, num_bytes, places, (part, panels))
         first += rows
     if columns < lines:
         panels[:, columns:] = 0
     if first < count * PANEL:
         panels[first // PANEL, :, first % PANEL :] = 0
+
+
+class Packing:
+    """Loops that lay rows out, at once or behind the thread that asks for them."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: deque[tuple[Future[None], int]] = deque()
+        self._num_bytes = 0
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """Inside, rows that were given are laid out on other threads, and nobody may look at panels; at the end all
+        are. Each matrix has one of the threads, of which there is one less than torch has: with a single one nothing
+        is behind."""
+        threads = torch.get_num_threads() - 1
+        if threads < 1 or self._pool is not None:
+            yield
+            return
+        self._pool = ThreadPoolExecutor(threads, "cairn-packing")
+        try:
+            yield
+            self._wait_for(0)
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+            self._begun.clear()
+            self._pool, self._num_bytes = None, 0
+
+    def run(self, loop: Variant, items: int, num_bytes: int, places: tuple[int, ...], kept: tuple[Tensor, ...]) -> None:
+        """`items` of a loop over so many bytes. `kept`: what is at the places."""
+        if self._pool is None or num_bytes < _LEAST_BEHIND:
+            loop(items, num_bytes // _COPY_RATE, *places)
+            return
+        self._wait_for(_MOST_BEHIND)
+        # Without a cost the loop stays on its thread.
+        begun = self._pool.submit(_run_keeping, partial(loop, items, 0, *places), kept)
+        self._begun.append((begun, num_bytes))
+        self._num_bytes += num_bytes
+
+    def _wait_for(self, most: int) -> None:
+        """Until there are no more bytes than that."""
+        while self._begun and (self._num_bytes > most or self._begun[0][0].done()):
+            begun, num_bytes = self._begun.popleft()
+            begun.result()
+            self._num_bytes -= num_bytes
+
+
+def _run_keeping(loop: Callable[[], None], kept: tuple[Tensor, ...]) -> None:
+    """What is kept is there until the end."""
+    loop()
+
+
+@cache
+def packing() -> Packing:
+    """One for the process."""
+    return Packing()
 
 
 _FILLS: Mapping[Hashable, Any] = MappingProxyType(

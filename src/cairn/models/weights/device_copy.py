@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cairn.errors import EngineDead, ModelError
 from cairn.layers.communicator import SINGLE_RANK, Communicator
-from cairn.models.weights.compiled_loops import give_back_passing
+from cairn.models.weights.compiled_loops import packing_behind
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.load_progress import load_progress
 from cairn.models.weights.loader import WeightReader
@@ -132,11 +132,12 @@ def load_weights(
     total = reader.stored_bytes(expected) if communicator.size == 1 else None
     if is_mapped(reader, stream):
         reader.read_ahead(expected)
-        with load_progress(what, total, "the host", communicator.rank == 0) as advance, reader.telling(advance):
-            try:
-                yield
-            finally:
-                give_back_passing()
+        with (
+            load_progress(what, total, "the host", communicator.rank == 0) as advance,
+            reader.telling(advance),
+            packing_behind(),
+        ):
+            yield
         return
     recorder = PartRecorder(reader.headers)
     with reader.read_from(recorder):

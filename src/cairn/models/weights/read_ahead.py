@@ -16,12 +16,12 @@ from threading import Condition, Thread
 _WINDOW = 256 << 20
 """Bytes that are fetched before they are wanted: the system may need the memory for something else."""
 
-_PIECE = 4 << 20
-"""Bytes that are fetched by one call: less than a disk is asked for at a time, so that it has work between two."""
+_PIECE = 16 << 20
+"""Bytes that are fetched by one call, after which the thread may have to wait for Python."""
 
-_BATCH = 32 << 20
-"""Bytes of tensors that are read in the order in which files have them, about a layer: pages are the larger, the longer
-what is read follows what was."""
+_FIRST_BATCH, _BATCH = 2 << 20, 32 << 20
+"""Bytes of tensors that are read in the order in which files have them: pages are the larger, the longer what is read
+follows what was. Each batch is twice as large as the one before, as nobody can begin without the first."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,7 +51,6 @@ class ReadAhead:
     cannot be read is not: whoever wants what is in it learns why."""
 
     def __init__(self) -> None:
-        self._read: set[str] = set()
         self._ends: dict[str, int] = {}
         self._fetched = self._done = 0
         self._changed, self._waits, self._stopped = Condition(), False, False
@@ -65,8 +64,7 @@ class ReadAhead:
             self._thread.start()
 
     def reached(self, name: str) -> None:
-        """A tensor is going to be read now. To be called by one thread."""
-        self._read.add(name)
+        """A tensor will be read now or soon. To be called by one thread."""
         self._done = max(self._done, self._ends.get(name, 0))
         # Whoever waits has said so before it looked at what is done: a lock for each tensor is not needed.
         if self._waits:
@@ -86,7 +84,7 @@ class ReadAhead:
             nowhere = stack.enter_context(open(os.devnull, "wb", buffering=0)).fileno()
             opened: dict[Path, int] = {}
             for batch in _batches(places):
-                for place in _runs(self._begin(batch)):
+                for place in _runs(self._note_ends(batch)):
                     if place.file not in opened:
                         # Of a checkpoint in many files the one before has been read.
                         opened = {place.file: stack.enter_context(place.file.open("rb", buffering=0)).fileno()}
@@ -95,14 +93,12 @@ class ReadAhead:
                             return
                         os.sendfile(nowhere, opened[place.file], begin, num_bytes)
 
-    def _begin(self, batch: Places) -> Iterator[FileRange]:
-        """Those of tensors that have still to be read."""
+    def _note_ends(self, batch: Places) -> Iterator[FileRange]:
         end = self._fetched
         for name, place in batch:
-            if name not in self._read:
-                end += place.num_bytes
-                self._ends[name] = end
-                yield place
+            end += place.num_bytes
+            self._ends[name] = end
+            yield place
 
     def _wait_for_room(self, num_bytes: int) -> bool:
         """Whether to go on; if so, so many more bytes are fetched."""
@@ -118,13 +114,13 @@ class ReadAhead:
 def _batches(places: Iterable[tuple[str, FileRange]]) -> Iterator[Places]:
     """Each in the order of its files."""
     batch: Places = []
-    num_bytes = 0
+    num_bytes, enough = 0, min(_FIRST_BATCH, _BATCH)
     for each in places:
         batch.append(each)
         num_bytes += each[1].num_bytes
-        if num_bytes >= _BATCH:
+        if num_bytes >= enough:
             yield sorted(batch, key=lambda each: each[1])
-            batch, num_bytes = [], 0
+            batch, num_bytes, enough = [], 0, min(2 * enough, _BATCH)
     yield sorted(batch, key=lambda each: each[1])
 
 

@@ -20,8 +20,8 @@ MAX_SHARDS = 10_000
 _MAX_HEADER_BYTES = 100 << 20
 """What safetensors itself allows."""
 
-# What torch raises where memory cannot be had is RuntimeError, and where a mapped file is too short ValueError.
-READ_ERRORS = (SafetensorError, OSError, RuntimeError, ValueError)
+# RuntimeError is what torch raises when a file cannot be mapped.
+READ_ERRORS = (SafetensorError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)

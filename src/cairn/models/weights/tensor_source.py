@@ -100,11 +100,13 @@ class _MappedFile:
             self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def tensor(self, name: str, header: TensorHeader) -> Tensor:
-        """The file's memory, wherever it begins. Raises ValueError where there is less of it."""
+        """The file's memory, wherever it begins. Raises OSError where there is less of it."""
         begin, num_bytes = self.offsets[name]
         dtype = TORCH_DTYPES[header.dtype]
         if not num_bytes:
             return torch.empty(header.shape, dtype=dtype)
+        if begin + num_bytes > len(self._mapped):
+            raise OSError(f"it ends at byte {begin + num_bytes}, and the file at {len(self._mapped)}")
         values = torch.frombuffer(self._mapped, dtype=dtype, count=num_bytes // dtype.itemsize, offset=begin)
         return values.view(header.shape)
 
