@@ -30,8 +30,8 @@ _COPY_RATE = 4
 _PANELS_AT_A_TIME = 4
 """Of rows side by side: lines that are read are longer than those that are written."""
 
-_LEAST_BEHIND = 1 << 17
-"""Bytes of rows that are worth another thread."""
+_LEAST_BEHIND, _LARGEST_BEHIND = 1 << 17, 4 << 20
+"""Bytes of rows that are worth another thread, and beyond which all threads together are faster."""
 
 _MOST_BEHIND = 16 << 20
 """Bytes of rows that wait: those that were put in order for this take memory until then."""
@@ -88,6 +88,7 @@ class Packing:
         threads = torch.get_num_threads() - 1
         if threads < 1 or self._pool is not None:
             yield
+            self._wait_for(0)
             return
         self._pool = ThreadPoolExecutor(threads, "cairn-packing")
         try:
@@ -100,7 +101,7 @@ class Packing:
 
     def run(self, loop: Variant, items: int, num_bytes: int, places: tuple[int, ...], kept: tuple[Tensor, ...]) -> None:
         """`items` of a loop over so many bytes. `kept`: what is at the places."""
-        if self._pool is None or num_bytes < _LEAST_BEHIND:
+        if self._pool is None or not _LEAST_BEHIND <= num_bytes <= _LARGEST_BEHIND:
             loop(items, num_bytes // _COPY_RATE, *places)
             return
         self._wait_for(_MOST_BEHIND)

@@ -131,14 +131,13 @@ def _roles_of(layout: PackedLayout) -> tuple[str, ...]:
 
 def layouts_by_name(headers: Mapping[str, TensorHeader], layouts: Layouts) -> dict[str, PackedLayout]:
     """What `find_layout` finds of all matrices in codes."""
-    names = {
+    return {
         name: layout
         # Of several the first one is it.
         for layout in reversed(layouts)
         for stored, header in headers.items()
         if header.dtype in layout.key_dtypes and (name := layout.matrix_name(stored)) is not None
     }
-    return names
 
 
 def _match(headers: Mapping[str, TensorHeader], name: str, layout: PackedLayout, coding: Coding) -> PackedMatrix | str:
