@@ -174,7 +174,7 @@ def _gates_last(parts: list[WeightRows], heads: int) -> list[WeightRows]:
     def half_of(which: int) -> WeightRows:
         def pick(part: Tensor) -> Tensor:
             if lies_across(part):
-                return part.mT.unflatten(1, (heads, 2, -1))[:, :, which].flatten(1).mT
+                return part.mT.reshape(part.shape[1], heads, 2, -1)[:, :, which].flatten(1).mT
             return part.reshape(heads, 2, -1, *part.shape[1:])[:, which].flatten(0, 1)
 
         return pick(parts[0]) if isinstance(parts[0], Tensor) else parts[0].changed(pick)

@@ -130,7 +130,7 @@ def load_weights(
     any order. `what`: what the log calls them. Raises ModelError naming a file that cannot be read.
     """
     total = reader.stored_bytes(expected) if communicator.size == 1 else None
-    if is_mapped(reader, stream):
+    if stream is None or is_mapped(reader, stream):
         reader.read_ahead(expected)
         with (
             load_progress(what, total, "the host", communicator.rank == 0) as advance,
