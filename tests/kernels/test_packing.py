@@ -71,12 +71,12 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_rows_laid_out_behind_are_there_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_laid_out_in_the_background_are_there_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that nobody else keeps, more of them than may wait, and some that are too small or too large for it."""
-    monkeypatch.setattr(packing_module, "_MOST_BEHIND", 1 << 20)
+    monkeypatch.setattr(packing_module, "_MOST_WAITING", 1 << 20)
     shapes = [(96, 2048), (33, 40), (200, 1024), (4096, 2048), (64, 4096), (32, 8)]
     made = []
-    with packing().behind():
+    with packing().in_background():
         for number in range(24):
             rows, columns = shapes[number % len(shapes)]
             drawn = drawn_rows(rows, columns, torch.bfloat16, number)
@@ -91,14 +91,14 @@ def test_rows_laid_out_behind_are_there_at_the_end(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_what_fails_behind_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_the_background_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no loop")
 
     rows, panels = drawn_rows(128, 2048, torch.bfloat16), torch.empty(4, 2048, PANEL, 2, dtype=torch.uint8)
     with monkeypatch.context() as patched:
         patched.setattr(packing_module, "_run_keeping", fail)
-        with pytest.raises(RuntimeError, match="no loop"), packing().behind():
+        with pytest.raises(RuntimeError, match="no loop"), packing().in_background():
             fill_panels([rows], panels)
     fill_panels([rows], panels)
     assert torch.equal(panels, laid_out([rows], 2, 2048))

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import singledispatchmethod
 from typing import Any
 
 import torch
@@ -48,29 +49,23 @@ class RankWeights:
     lend_rows: RowsLoader | None = None
     linears: list[Linear] = field(init=False, default_factory=list)
 
+    @singledispatchmethod
     def make(self, weight: WeightSpec) -> Any:
         """A tensor, a product as a `Linear`, or the packed matrices of all experts, into and out of their inner
         channels."""
-        match weight:
-            case StoredTensor():
-                return self.tensor(weight)
-            case JoinedTensors():
-                return self.joined(weight)
-            case ProductSpec():
-                return self.product(weight)
-            case ExpertStacks():
-                return self.stacks(weight)
-            case ExpertMatrices():
-                return self.experts(weight)
+        raise TypeError(f"nothing is made of {weight!r:.200}")
 
+    @make.register
     def tensor(self, weight: StoredTensor) -> Tensor:
         """As it is loaded, on the device."""
         return self.load(weight.name, weight.shape, weight.shard).to(self.device)
 
+    @make.register
     def joined(self, weight: JoinedTensors) -> Tensor:
         """As they are loaded, on the device."""
         return torch.cat([self.tensor(part) for part in weight.parts])
 
+    @make.register
     def product(self, weight: ProductSpec) -> Linear:
         """Its rows packed, with their biases."""
         parts = [self._rows(part) for part in weight.parts]
@@ -95,6 +90,7 @@ class RankWeights:
         self.linears.append(linear)
         return linear
 
+    @make.register
     def stacks(self, weight: ExpertStacks) -> tuple[Any, ...]:
         """Both packed, and their biases."""
         up, down = (self._stack(stack, weight.inputs_first) for stack in (weight.up, weight.down))
@@ -108,6 +104,7 @@ class RankWeights:
         rows = self._rows(weight)
         return rows.transpose(1, 2).contiguous() if inputs_first and isinstance(rows, Tensor) else rows
 
+    @make.register
     def experts(self, weight: ExpertMatrices) -> tuple[Weight, Weight]:
         """Stacked, and both packed."""
         ups = [_joined([self._rows(part) for part in parts]) for parts in weight.ups]

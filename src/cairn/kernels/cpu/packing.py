@@ -3,8 +3,8 @@
 Rows are read where they lie, which may be a file that is mapped into memory, one after the other or across, and each is
 written once, to where it stays: those of several weights that become one are not joined before.
 
-While a model is loaded this is done behind the thread that finds the weights, which is as long at it in Python as the
-loops are: rows are waited for, from a disk, where nobody else has to wait.
+While a model is loaded this is done in the background of the thread that finds the weights, whose Python takes as long
+as the loops: rows are waited for, from a disk, where nobody else has to wait.
 """
 
 from collections import deque
@@ -30,10 +30,10 @@ _COPY_RATE = 4
 _PANELS_AT_A_TIME = 4
 """Of rows side by side: lines that are read are longer than those that are written."""
 
-_LEAST_BEHIND, _LARGEST_BEHIND = 1 << 17, 4 << 20
+_LEAST_IN_BACKGROUND, _LARGEST_IN_BACKGROUND = 1 << 17, 4 << 20
 """Bytes of rows that are worth another thread, and beyond which all threads together are faster."""
 
-_MOST_BEHIND = 16 << 20
+_MOST_WAITING = 6 << 20
 """Bytes of rows that wait: those that were put in order for this take memory until then."""
 
 _SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
@@ -73,7 +73,7 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
 
 
 class Packing:
-    """Loops that lay rows out, at once or behind the thread that asks for them."""
+    """Loops that lay rows out, at once or on threads in the background."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -81,10 +81,10 @@ class Packing:
         self._num_bytes = 0
 
     @contextmanager
-    def behind(self) -> Iterator[None]:
+    def in_background(self) -> Iterator[None]:
         """Inside, rows that were given are laid out on other threads, and nobody may look at panels; at the end all
-        are. Each matrix has one of the threads, of which there is one less than torch has: with a single one nothing
-        is behind."""
+        are. Each matrix has one of the threads, of which there is one less than torch has: with a single one all is done
+        at once."""
         threads = torch.get_num_threads() - 1
         if threads < 1 or self._pool is not None:
             yield
@@ -101,10 +101,10 @@ class Packing:
 
     def run(self, loop: Variant, items: int, num_bytes: int, places: tuple[int, ...], kept: tuple[Tensor, ...]) -> None:
         """`items` of a loop over so many bytes. `kept`: what is at the places."""
-        if self._pool is None or not _LEAST_BEHIND <= num_bytes <= _LARGEST_BEHIND:
+        if self._pool is None or not _LEAST_IN_BACKGROUND <= num_bytes <= _LARGEST_IN_BACKGROUND:
             loop(items, num_bytes // _COPY_RATE, *places)
             return
-        self._wait_for(_MOST_BEHIND)
+        self._wait_for(_MOST_WAITING)
         # Without a cost the loop stays on its thread.
         begun = self._pool.submit(_run_keeping, partial(loop, items, 0, *places), kept)
         self._begun.append((begun, num_bytes))

@@ -27,14 +27,14 @@ def passing_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
 
 
 @contextmanager
-def packing_behind() -> Iterator[None]:
-    """Inside, the CPU's backend lays weights out on threads of its own, see `Packing.behind`; at the end what is kept
+def background_packing() -> Iterator[None]:
+    """Inside, the CPU's backend lays weights out on threads of its own, see `Packing.in_background`; at the end what is kept
     for the next `passing_tensor` goes back to the system."""
     if (loops := compiled_loops("packing")) is None:
         yield
         return
     try:
-        with loops.packing().behind():
+        with loops.packing().in_background():
             yield
     finally:
         compiled_loops("huge_pages").passing_memory().clear()

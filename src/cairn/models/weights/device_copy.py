@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cairn.errors import EngineDead, ModelError
 from cairn.layers.communicator import SINGLE_RANK, Communicator
-from cairn.models.weights.compiled_loops import packing_behind
+from cairn.models.weights.compiled_loops import background_packing
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.load_progress import load_progress
 from cairn.models.weights.loader import WeightReader
@@ -135,7 +135,7 @@ def load_weights(
         with (
             load_progress(what, total, "the host", communicator.rank == 0) as advance,
             reader.telling(advance),
-            packing_behind(),
+            background_packing(),
         ):
             yield
         return
