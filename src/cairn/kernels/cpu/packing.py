@@ -33,7 +33,7 @@ _PANELS_AT_A_TIME = 4
 _LEAST_IN_BACKGROUND, _LARGEST_IN_BACKGROUND = 1 << 17, 4 << 20
 """Bytes of rows that are worth another thread, and beyond which all threads together are faster."""
 
-_MOST_WAITING = 6 << 20
+_MOST_WAITING = 16 << 20
 """Bytes of rows that wait: those that were put in order for this take memory until then."""
 
 _SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
