@@ -83,8 +83,8 @@ class Packing:
     @contextmanager
     def in_background(self) -> Iterator[None]:
         """Inside, rows that were given are laid out on other threads, and nobody may look at panels; at the end all
-        are. Each matrix has one of the threads, of which there is one less than torch has: with a single one all is done
-        at once."""
+        are. Each matrix has one of the threads, of which there is one less than torch has: with a single one all is
+        done at once."""
         threads = torch.get_num_threads() - 1
         if threads < 1 or self._pool is not None:
             yield

@@ -28,8 +28,8 @@ def passing_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
 
 @contextmanager
 def background_packing() -> Iterator[None]:
-    """Inside, the CPU's backend lays weights out on threads of its own, see `Packing.in_background`; at the end what is kept
-    for the next `passing_tensor` goes back to the system."""
+    """Inside, the CPU's backend lays weights out on threads of its own, see `Packing.in_background`; at the end what is
+    kept for the next `passing_tensor` goes back to the system."""
     if (loops := compiled_loops("packing")) is None:
         yield
         return
