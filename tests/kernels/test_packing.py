@@ -1,10 +1,14 @@
 """Rows in parts are laid out in panels as all of them joined would be, wherever they lie."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from cairn.kernels.cpu.packing import fill_panels
+from cairn.kernels.cpu import packing as packing_module
+from cairn.kernels.cpu.packing import fill_panels, packing
 from cairn.kernels.cpu.tiles import PANEL
 
 DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.int32)
@@ -56,3 +60,45 @@ def test_rows_that_are_parts_of_longer_ones(first: int) -> None:
     for part in (wide[:, first : first + 48], wide[::2, first : first + 48], wide.t()[first : first + 40]):
         lines = -(-part.shape[1] // 2)
         assert torch.equal(filled([part], 4, lines), laid_out([part], 4, lines))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_rows_laid_out_in_the_background_are_there_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that nobody else keeps, more of them than may wait, and some that are too small or too large for it."""
+    monkeypatch.setattr(packing_module, "_MOST_WAITING", 1 << 20)
+    shapes = [(96, 2048), (33, 40), (200, 1024), (4096, 2048), (64, 4096), (32, 8)]
+    made = []
+    with packing().in_background():
+        for number in range(24):
+            rows, columns = shapes[number % len(shapes)]
+            drawn = drawn_rows(rows, columns, torch.bfloat16, number)
+            across = number % 3 == 0
+            panels = torch.full((-(-rows // PANEL), columns, PANEL, 2), 77, dtype=torch.uint8)
+            fill_panels([drawn.t().contiguous().t() if across else drawn], panels)
+            made.append((number, panels))
+            del drawn
+    for number, panels in made:
+        rows, columns = shapes[number % len(shapes)]
+        assert torch.equal(panels, laid_out([drawn_rows(rows, columns, torch.bfloat16, number)], 2, columns))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_fails_in_the_background_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no loop")
+
+    rows, panels = drawn_rows(128, 2048, torch.bfloat16), torch.empty(4, 2048, PANEL, 2, dtype=torch.uint8)
+    with monkeypatch.context() as patched:
+        patched.setattr(packing_module, "_run_keeping", fail)
+        with pytest.raises(RuntimeError, match="no loop"), packing().in_background():
+            fill_panels([rows], panels)
+    fill_panels([rows], panels)
+    assert torch.equal(panels, laid_out([rows], 2, 2048))

@@ -24,16 +24,14 @@ Fetched = list[tuple[int, int]]
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch) -> Fetched:
-    """Begin and bytes of all that is read ahead of a file that the system has nothing of."""
+    """Begin and bytes of all that is fetched."""
     seen: Fetched = []
 
-    def preadv(descriptor: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
-        if flags:
-            raise BlockingIOError
-        seen.append((offset, len(buffers[0])))
-        return len(buffers[0])
+    def sendfile(to: int, descriptor: int, offset: int, count: int) -> int:
+        seen.append((offset, count))
+        return count
 
-    monkeypatch.setattr(read_ahead.os, "preadv", preadv)
+    monkeypatch.setattr(read_ahead.os, "sendfile", sendfile)
     monkeypatch.setattr(read_ahead, "_PIECE", PIECE)
     monkeypatch.setattr(read_ahead, "_WINDOW", WINDOW)
     monkeypatch.setattr(read_ahead, "_BATCH", 1)
@@ -52,7 +50,8 @@ def ahead() -> Iterator[Callable[..., ReadAhead]]:
     made: list[ReadAhead] = []
 
     def make(places: Any) -> ReadAhead:
-        made.append(ReadAhead(places))
+        made.append(ReadAhead())
+        made[-1].begin(places)
         return made[-1]
 
     yield make
@@ -85,11 +84,13 @@ def test_a_tensor_larger_than_the_window_is_fetched_to_its_end_once_it_is_read(
     file: Path, fetched: Fetched, ahead: Any
 ) -> None:
     reader = ahead(tensors(file, 2, 5 * WINDOW))
+    wait_until(lambda: bool(fetched))
     reader.reached("0")
     wait_until(lambda: sum(size for _, size in fetched) >= 6 * WINDOW)
 
 
-def test_what_has_been_read_is_not_fetched_any_more(file: Path, fetched: Fetched, ahead: Any) -> None:
+def test_what_is_asked_for_before_its_turn_is_fetched_all_the_same(file: Path, fetched: Fetched, ahead: Any) -> None:
+    """Whoever asks may wait until it is there."""
     gate = threading.Event()
 
     def places() -> Iterator[tuple[str, FileRange]]:
@@ -97,16 +98,28 @@ def test_what_has_been_read_is_not_fetched_any_more(file: Path, fetched: Fetched
         yield from tensors(file, 4, PIECE)
 
     reader = ahead(places())
-    for name in "01":
+    for name in "0123":
         reader.reached(name)
     gate.set()
-    wait_until(lambda: len(fetched) == 2)
-    assert fetched == [(2 * PIECE, PIECE), (3 * PIECE, PIECE)]
+    wait_until(lambda: len(fetched) == 4)
+
+
+def test_batches_grow(file: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "_FIRST_BATCH", PIECE)
+    monkeypatch.setattr(read_ahead, "_BATCH", 4 * PIECE)
+    monkeypatch.setattr(read_ahead, "_WINDOW", 100 * PIECE)
+    places = dict(tensors(file, 20, PIECE // 2))
+    ahead([(str(number), places[str(number)]) for number in reversed(range(20))])
+    wait_until(lambda: sum(size for _, size in fetched) == 10 * PIECE)
+    # The last two, the last four before them, eight, and what is left.
+    assert fetched[0] == (9 * PIECE, PIECE)
+    assert [begin // PIECE for begin, _ in fetched] == [9, 7, 8, 3, 4, 5, 6, 0, 1, 2]
 
 
 def test_a_batch_is_in_the_order_of_its_file(
     file: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(read_ahead, "_FIRST_BATCH", 3 * PIECE)
     monkeypatch.setattr(read_ahead, "_BATCH", 3 * PIECE)
     places = dict(tensors(file, 5, PIECE))
     ahead([(name, places[name]) for name in "41302"])
@@ -114,17 +127,36 @@ def test_a_batch_is_in_the_order_of_its_file(
     assert [begin // PIECE for begin, _ in fetched] == [1, 3, 4, 0, 2]
 
 
-def test_what_the_system_has_is_not_read(file: Path, ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags_seen = []
+def test_neighbours_are_fetched_together(
+    file: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "_FIRST_BATCH", 5 * PIECE)
+    monkeypatch.setattr(read_ahead, "_BATCH", 5 * PIECE)
+    places = dict(tensors(file, 20, PIECE // 4))
+    ahead([(name, places[name]) for name in map(str, (0, 1, 3, 2, 4, 10, 11))])
+    wait_until(lambda: len(fetched) == 3)
+    assert fetched == [(0, PIECE), (PIECE, PIECE // 4), (10 * PIECE // 4, PIECE // 2)]
 
-    def preadv(descriptor: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
-        flags_seen.append(flags)
-        return len(buffers[0])
 
-    monkeypatch.setattr(read_ahead.os, "preadv", preadv)
-    ahead(tensors(file, 2, PIECE))
-    wait_until(lambda: len(flags_seen) == 4)
-    assert set(flags_seen) == {os.RWF_NOWAIT}
+def test_the_system_has_what_was_fetched(tmp_path: Path, ahead: Any) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(4 << 20))
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if in_memory(path):
+            pytest.skip("a folder in memory, or a system that does not forget")
+        ahead([("a", FileRange(path, 0, 4 << 20))])
+        wait_until(lambda: in_memory(path))
+
+
+def in_memory(path: Path) -> bool:
+    """Whether the system has the last page of a file."""
+    with path.open("rb") as opened:
+        try:
+            return os.preadv(opened.fileno(), [bytearray(1)], path.stat().st_size - 1, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
 
 
 def test_closing_does_not_wait_for_a_window_that_is_full(file: Path, fetched: Fetched, ahead: Any) -> None:
@@ -150,7 +182,7 @@ def test_all_weights_of_a_model_are_fetched_where_its_files_have_them(
         place = write_gguf(place, tmp_path / "model.gguf", "Q8_0")
     model = open_model(place, keeps="codes")
     with WeightReader(place, model.dtype, model.family.float32_tensors, model.quantization) as reader:
-        order = list(reader.reading_order(model.tensors(reader.names)))
+        order = list(reader._reading_order(model.tensors(reader.names)))
         ranges = list(reader._files._places(order))
         sizes: dict[str, int] = {}
         for name, each in ranges:

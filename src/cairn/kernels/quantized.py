@@ -70,9 +70,9 @@ class QuantizedWeight:
     @property
     def kind(self) -> object:
         """Equal for weights whose rows can be put one after the other, or which can be stacked."""
-        tensors = {name: (part.dtype, part.shape[-1]) for name, part in self.row_tensors().items()}
+        tensors = ((name, part.dtype, part.shape[-1]) for name, part in self.row_tensors().items())
         order = None if self.order is None else id(self.order)
-        return self.bits, self.numbers, self.zero, self.divides, self.dtype, order, *sorted(tensors.items(), key=str)
+        return self.bits, self.numbers, self.zero, self.divides, self.dtype, order, *tensors
 
     def row_tensors(self) -> dict[str, Tensor]:
         """Those that have a row for each output, by their fields' names."""
@@ -98,6 +98,8 @@ class QuantizedWeight:
 
     def to(self, device: torch.device) -> "QuantizedWeight":
         """On a device."""
+        if device == self.codes.device:
+            return self
         moved = self.changed(lambda part: part.to(device))
         return moved if self.order is None else replace(moved, order=self.order.to(device))
 

@@ -50,16 +50,16 @@ def kind_of(part: WeightRows) -> object:
 
 
 def _cat(parts: list[Tensor]) -> Tensor:
-    return torch.cat([part.mT for part in parts], dim=-1).mT if _lie_across(parts) else torch.cat(parts)
+    return torch.cat([part.mT for part in parts], dim=-1).mT if all(map(lies_across, parts)) else torch.cat(parts)
 
 
 def _stack(parts: list[Tensor]) -> Tensor:
-    return torch.stack([part.mT for part in parts]).mT if _lie_across(parts) else torch.stack(parts)
+    return torch.stack([part.mT for part in parts]).mT if all(map(lies_across, parts)) else torch.stack(parts)
 
 
-def _lie_across(parts: list[Tensor]) -> bool:
-    """Whether the rows of all lie side by side, as in some files: copied number by number torch takes much longer."""
-    return all(part.dim() == 2 and part.stride(0) == 1 < part.stride(1) for part in parts)
+def lies_across(part: Tensor) -> bool:
+    """Whether its rows lie side by side, as in some files: copied number by number torch takes much longer."""
+    return part.dim() == 2 and part.stride(0) == 1 < part.stride(1)
 
 
 def _combine(function: Callable[[list[Tensor]], Tensor], parts: Sequence[WeightRows]) -> WeightRows:

@@ -13,7 +13,7 @@ from cairn.kernels.contract import Kernels, Weight
 from cairn.kernels.fp8 import Fp8Weight
 from cairn.kernels.int4 import quantize_int4
 from cairn.kernels.quantized import QuantizedWeight
-from cairn.kernels.weight_rows import WeightRows, dequantize_rows, join_rows, stack_experts
+from cairn.kernels.weight_rows import WeightRows, dequantize_rows, join_rows, lies_across, stack_experts
 from cairn.layers.linear import Linear
 from cairn.models.contract import StoredLoader, TensorLoader
 from cairn.models.decoder_config import MADE_AT_LOAD, ServedQuantization
@@ -170,6 +170,8 @@ def _gates_last(parts: list[WeightRows], heads: int) -> list[WeightRows]:
 
     def half_of(which: int) -> WeightRows:
         def pick(part: Tensor) -> Tensor:
+            if lies_across(part):
+                return part.mT.reshape(part.shape[1], heads, 2, -1)[:, :, which].flatten(1).mT
             return part.reshape(heads, 2, -1, *part.shape[1:])[:, which].flatten(0, 1)
 
         return pick(parts[0]) if isinstance(parts[0], Tensor) else parts[0].changed(pick)

@@ -2,16 +2,24 @@
 
 Rows are read where they lie, which may be a file that is mapped into memory, one after the other or across, and each is
 written once, to where it stays: those of several weights that become one are not joined before.
+
+While a model is loaded this is done in the background of the thread that finds the weights, whose Python takes as long
+as the loops: rows are waited for, from a disk, where nobody else has to wait.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cairn.kernels.cpu.compiled import BF16, I32, INT, U8, kernel
+from cairn.kernels.cpu.compiled import BF16, I32, INT, U8, Variant, kernel
 from cairn.kernels.cpu.scalars import advance
 from cairn.kernels.cpu.tiles import PANEL
 from cairn.kernels.cpu.vectors import LANES, transpose_16
@@ -21,6 +29,12 @@ _COPY_RATE = 4
 
 _PANELS_AT_A_TIME = 4
 """Of rows side by side: lines that are read are longer than those that are written."""
+
+_LEAST_IN_BACKGROUND, _LARGEST_IN_BACKGROUND = 1 << 17, 4 << 20
+"""Bytes of rows that are worth another thread, and beyond which all threads together are faster."""
+
+_MOST_WAITING = 16 << 20
+"""Bytes of rows that wait: those that were put in order for this take memory until then."""
 
 _SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
 """By the bytes of a word, the highest bit of each of its bytes."""
@@ -32,31 +46,87 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
     are no more words of a row, or no more rows. `flips`: the highest bit of each byte is another one then, which makes
     bytes from 0 on of int8."""
     count, lines = panels.shape[:2]
-    word, row_bytes = panels.stride(2) * panels.itemsize, parts[0].shape[1] * parts[0].itemsize
+    word, width, itemsize = panels.stride(2) * panels.itemsize, parts[0].shape[1], parts[0].itemsize
+    row_bytes, address = width * itemsize, panels.data_ptr()
     columns, first, flipped = -(-row_bytes // word), 0, _SIGNS[word] if flips else 0
     for part in parts:
-        rows = part.shape[0]
-        is_across = part.stride(0) == 1 and part.itemsize == word and part.stride(1) >= rows > 1
+        rows, (row, step) = part.shape[0], part.stride()
+        is_across = row == 1 and itemsize == word and step >= rows > 1
         if row_bytes % word:
-            part = F.pad(part, (0, (columns * word - row_bytes) // part.itemsize))
-        elif not is_across and (part.stride(1) != 1 or part.stride(0) * part.itemsize % word):
+            part = F.pad(part, (0, (columns * word - row_bytes) // itemsize))
+            row = part.stride(0)
+        elif not is_across and (step != 1 or row * itemsize % word):
             part = part.contiguous()
-        if part.numel():
-            num_panels = (first + rows - 1) // PANEL - first // PANEL + 1
-            place = part.nbytes // _COPY_RATE, part.data_ptr()
+            row = part.stride(0)
+        if num_bytes := rows * row_bytes:
+            items = (first + rows - 1) // PANEL - first // PANEL + 1
+            loop, step = (_fill_across, step) if is_across else (_fill_panels, row * itemsize // word)
             if is_across:
-                items = -(-num_panels // _PANELS_AT_A_TIME)
-                _fill_across[word](
-                    items, *place, part.stride(1), first, rows, columns, flipped, panels.data_ptr(), lines
-                )
-            else:
-                row = part.stride(0) * part.itemsize // word
-                _fill_panels[word](num_panels, *place, row, first, rows, columns, flipped, panels.data_ptr(), lines)
+                items = -(-items // _PANELS_AT_A_TIME)
+            places = part.data_ptr(), step, first, rows, columns, flipped, address, lines
+            packing().run(loop[word], items, num_bytes, places, (part, panels))
         first += rows
     if columns < lines:
         panels[:, columns:] = 0
     if first < count * PANEL:
         panels[first // PANEL, :, first % PANEL :] = 0
+
+
+class Packing:
+    """Loops that lay rows out, at once or on threads in the background."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: deque[tuple[Future[None], int]] = deque()
+        self._num_bytes = 0
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Inside, rows that were given are laid out on other threads, and nobody may look at panels; at the end all
+        are. Each matrix has one of the threads, of which there is one less than torch has: with a single one all is
+        done at once."""
+        threads = torch.get_num_threads() - 1
+        if threads < 1 or self._pool is not None:
+            yield
+            self._wait_for(0)
+            return
+        self._pool = ThreadPoolExecutor(threads, "cairn-packing")
+        try:
+            yield
+            self._wait_for(0)
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+            self._begun.clear()
+            self._pool, self._num_bytes = None, 0
+
+    def run(self, loop: Variant, items: int, num_bytes: int, places: tuple[int, ...], kept: tuple[Tensor, ...]) -> None:
+        """`items` of a loop over so many bytes. `kept`: what is at the places."""
+        if self._pool is None or not _LEAST_IN_BACKGROUND <= num_bytes <= _LARGEST_IN_BACKGROUND:
+            loop(items, num_bytes // _COPY_RATE, *places)
+            return
+        self._wait_for(_MOST_WAITING)
+        # Without a cost the loop stays on its thread.
+        begun = self._pool.submit(_run_keeping, partial(loop, items, 0, *places), kept)
+        self._begun.append((begun, num_bytes))
+        self._num_bytes += num_bytes
+
+    def _wait_for(self, most: int) -> None:
+        """Until there are no more bytes than that."""
+        while self._begun and (self._num_bytes > most or self._begun[0][0].done()):
+            begun, num_bytes = self._begun.popleft()
+            begun.result()
+            self._num_bytes -= num_bytes
+
+
+def _run_keeping(loop: Callable[[], None], kept: tuple[Tensor, ...]) -> None:
+    """What is kept is there until the end."""
+    loop()
+
+
+@cache
+def packing() -> Packing:
+    """One for the process."""
+    return Packing()
 
 
 _FILLS: Mapping[Hashable, Any] = MappingProxyType(

@@ -2,6 +2,7 @@
 order."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,7 @@ def join_codes(words: Tensor, order: Sequence[int]) -> Tensor:
     height, width = words.shape
     blocks = height // _CODES
     out = passing_memory().empty((blocks, _CODES * width), torch.int32)
-    columns = torch.tensor(order)
-    places = columns.argsort()
+    columns, places = _columns_of(tuple(order))
     _join_codes["words"](
         blocks, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), width, columns.data_ptr(),
         places.data_ptr(), out.data_ptr(),
@@ -61,11 +61,18 @@ def unpack_codes(words: Tensor, order: Sequence[int], added: int) -> Tensor:
     """int32 [n, m], rows contiguous -> codes of four bits plus `added`, modulo 16, uint8 [n, 8 m]. `order`: of the
     columns in a word, from its lowest bits on."""
     height, width = words.shape
-    out, columns = torch.empty((height, _CODES * width), dtype=torch.uint8), torch.tensor(order)
+    out, (columns, _) = torch.empty((height, _CODES * width), dtype=torch.uint8), _columns_of(tuple(order))
     _unpack_codes["words"](
         height, words.numel(), words.data_ptr(), words.stride(0), width, columns.data_ptr(), added, out.data_ptr()
     )
     return out
+
+
+@cache
+def _columns_of(order: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """int64, and its inverse."""
+    columns = torch.tensor(order)
+    return columns, columns.argsort()
 
 
 def order_codes(words: Tensor, order: Tensor, bits: int) -> Tensor:

@@ -1,5 +1,7 @@
 """Loops that weights are brought into another order with while they are read, and memory for what they make."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,7 +26,15 @@ def passing_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
     return passing
 
 
-def give_back_passing() -> None:
-    """What is kept for the next `passing_tensor` goes back to the system."""
-    if (memory := compiled_loops("huge_pages")) is not None:
-        memory.passing_memory().clear()
+@contextmanager
+def background_packing() -> Iterator[None]:
+    """Inside, the CPU's backend lays weights out on threads of its own, see `Packing.in_background`; at the end what is
+    kept for the next `passing_tensor` goes back to the system."""
+    if (loops := compiled_loops("packing")) is None:
+        yield
+        return
+    try:
+        with loops.packing().in_background():
+            yield
+    finally:
+        compiled_loops("huge_pages").passing_memory().clear()

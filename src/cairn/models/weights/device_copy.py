@@ -22,12 +22,12 @@ from torch import Tensor
 
 from cairn.errors import EngineDead, ModelError
 from cairn.layers.communicator import SINGLE_RANK, Communicator
-from cairn.models.weights.compiled_loops import give_back_passing
+from cairn.models.weights.compiled_loops import background_packing
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.load_progress import load_progress
 from cairn.models.weights.loader import WeightReader
 from cairn.models.weights.tensor_headers import TensorHeader, read_offsets
-from cairn.models.weights.tensor_source import TORCH_DTYPES, PartRecorder, StoredPart, map_files, stored_part
+from cairn.models.weights.tensor_source import TORCH_DTYPES, PartRecorder, StoredPart, stored_part
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,11 @@ def stream_to(device: torch.device) -> CopyStream | None:
     return CudaCopyStream(device) if device.type == "cuda" else None
 
 
+def is_mapped(reader: WeightReader, stream: CopyStream | None) -> bool:
+    """Whether tensors come from files that are mapped into memory. What a GGUF file has is not copied byte by byte."""
+    return stream is None or is_gguf(reader.folder)
+
+
 @contextmanager
 def load_weights(
     reader: WeightReader,
@@ -125,17 +130,14 @@ def load_weights(
     any order. `what`: what the log calls them. Raises ModelError naming a file that cannot be read.
     """
     total = reader.stored_bytes(expected) if communicator.size == 1 else None
-    # What a GGUF file has is not copied byte by byte.
-    if stream is None or is_gguf(reader.folder):
+    if stream is None or is_mapped(reader, stream):
+        reader.read_ahead(expected)
         with (
             load_progress(what, total, "the host", communicator.rank == 0) as advance,
-            map_files(reader.folder, reader.headers, advance, reader.reading_order(expected)) as files,
-            reader.read_from(files),
+            reader.telling(advance),
+            background_packing(),
         ):
-            try:
-                yield
-            finally:
-                give_back_passing()
+            yield
         return
     recorder = PartRecorder(reader.headers)
     with reader.read_from(recorder):

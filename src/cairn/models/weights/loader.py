@@ -26,16 +26,16 @@ from cairn.models.sharding import TensorShard
 from cairn.models.weights.gguf.checkpoint import open_gguf
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.gguf.source import find_type_problem
-from cairn.models.weights.packed_matrices import find_layout, packed_tensors
+from cairn.models.weights.packed_matrices import PackedMatrix, packed_tensors
 from cairn.models.weights.quantization import (
     FP8,
     Quantization,
     dequantize,
+    find_layouts,
     find_matrix,
     find_scale,
     find_scale_columns,
     find_scale_problem,
-    logical_names,
     name_form,
     row_scales,
     used_tensors,
@@ -56,6 +56,10 @@ REMEDY = "download it again if config.json and tensors are not of one checkpoint
 
 READABLE = ("BF16", "F16", "F32")
 """safetensors' names of the dtypes that are converted to the serving dtype; FP8 needs factors, others are unknown."""
+
+
+MatrixFinder = Callable[[str, tuple[int, ...]], PackedMatrix | str | None]
+"""`find_matrix` of one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +102,30 @@ def account(
     quantization: Quantization | None = None,
 ) -> Accounting:
     """Compare names, shapes and dtypes. `ignored`: name prefixes that are allowed and not served."""
-    mismatches = filter(None, (find_problem(headers, name, shape, quantization) for name, shape in expected.items()))
+    used = used_tensors(headers, expected, quantization)
+    problems, num_ignored = _find_problems(headers, expected, used, ignored, quantization)
+    forms = Counter(filter(None, (name_form(headers, *each, quantization) for each in expected.items())))
+    return Accounting(problems, num_ignored, dict(sorted(forms.items())))
+
+
+def _find_problems(
+    headers: Mapping[str, TensorHeader],
+    expected: Mapping[str, tuple[int, ...]],
+    used: Set[str],
+    ignored: tuple[str, ...],
+    quantization: Quantization | None,
+    find: MatrixFinder | None = None,
+) -> tuple[tuple[str, ...], int]:
+    """`problems` and `num_ignored` of an `Accounting`. `used`: the stored tensors that are `expected`."""
+    mismatches = filter(None, (find_problem(headers, *each, quantization, find) for each in expected.items()))
     problems = sorted(mismatches, key=lambda problem: (problem.endswith("is missing"), problem))
     num_wrong = sum(not problem.endswith("is missing") for problem in problems)
-    extra = headers.keys() - used_tensors(headers, expected, quantization)
+    extra = headers.keys() - used
     unknown = sorted(name for name in extra if not name.startswith(ignored))
     foreign = [f"{headers[name].file}: {name} is not part of this architecture" for name in unknown]
     # By turns: what is missing may be there under another name, and of a long list only the beginning is shown.
     pairs = chain.from_iterable(zip_longest(problems[num_wrong:], foreign))
-    forms = Counter(filter(None, (name_form(headers, *each, quantization) for each in expected.items())))
-    shown = (*problems[:num_wrong], *filter(None, pairs))
-    return Accounting(shown, len(extra) - len(unknown), dict(sorted(forms.items())))
+    return (*problems[:num_wrong], *filter(None, pairs)), len(extra) - len(unknown)
 
 
 def _format_of(headers: Mapping[str, TensorHeader], quantization: Quantization | None) -> str:
@@ -121,10 +138,14 @@ def _format_of(headers: Mapping[str, TensorHeader], quantization: Quantization |
 
 
 def find_problem(
-    headers: Mapping[str, TensorHeader], name: str, shape: tuple[int, ...], quantization: Quantization | None
+    headers: Mapping[str, TensorHeader],
+    name: str,
+    shape: tuple[int, ...],
+    quantization: Quantization | None,
+    find: MatrixFinder | None = None,
 ) -> str | None:
-    """Why the tensor `name` cannot be read with this shape, in a sentence, or None."""
-    matrix = find_matrix(headers, name, shape, quantization)
+    """Why the tensor `name` cannot be read with this shape, in a sentence, or None. `find`: of this checkpoint."""
+    matrix = find_matrix(headers, name, shape, quantization) if find is None else find(name, shape)
     if matrix is not None:
         return matrix if isinstance(matrix, str) else None
     header = headers.get(name)
@@ -167,6 +188,10 @@ class WeightReader:
         self._float32 = frozenset(float32)
         self._quantization = quantization
         self._is_gguf = is_gguf(folder)
+        self._layouts = find_layouts(self.headers, quantization)
+        self._matrices: dict[tuple[str, tuple[int, ...]], PackedMatrix | str | None] = {}
+        self._verified: dict[str, tuple[int, ...]] = {}
+        self._used: set[str] = set()
         self._files = map_files(folder, self.headers)
         self._source: TensorSource = self._files
 
@@ -175,6 +200,19 @@ class WeightReader:
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
+
+    def read_ahead(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Has a thread fetch the tensors that these are read from, in this order, if it has not begun before."""
+        self._files.read_ahead(self._reading_order(expected))
+
+    @contextmanager
+    def telling(self, advance: Callable[[int], None]) -> Iterator[None]:
+        """Inside, `advance` is called with the number of bytes of each part that is read from the files."""
+        self._files.advance = advance
+        try:
+            yield
+        finally:
+            self._files.advance = None
 
     @contextmanager
     def read_from(self, source: TensorSource) -> Iterator[None]:
@@ -188,28 +226,29 @@ class WeightReader:
     @property
     def names(self) -> Set[str]:
         """Of all tensors, and of matrices in codes as if they were not."""
-        return logical_names(self.headers, self._quantization)
+        return self.headers.keys() | self._layouts.keys()
 
     def stored_bytes(self, expected: Mapping[str, tuple[int, ...]]) -> int:
         """Of the tensors that these are read from."""
-        headers = (self.headers[name] for name in used_tensors(self.headers, expected, self._quantization))
-        return sum(map(stored_bytes, headers))
+        used = self._used if expected == self._verified else used_tensors(self.headers, expected, self._quantization)
+        return sum(stored_bytes(self.headers[name]) for name in used)
 
-    def reading_order(self, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    def _reading_order(self, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
         """The tensors that these are read from, one after the other, but for small ones of FP8."""
         for name in expected:
-            layout = None if self._quantization is None else find_layout(self.headers, name, self._quantization.layouts)
-            if layout is not None:
+            if (layout := self._layouts.get(name)) is not None:
                 yield from packed_tensors(self.headers, name, layout)
             elif name in self.headers:
                 yield name
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """Raises ModelError naming tensors that are missing, unknown, misshapen or of a dtype that cannot be read."""
-        problems = account(self.headers, expected, ignored, self._quantization).problems
+        used = used_tensors(self.headers, expected, self._quantization)
+        problems, _ = _find_problems(self.headers, expected, used, ignored, self._quantization, self._matrix)
         if problems:
             more = f"; and {len(problems) - 5} more, see `cairn check`" if len(problems) > 5 else ""
             raise ModelError(f"{self.folder}: {'; '.join(problems[:5])}{more}: {REMEDY}")
+        self._verified, self._used = dict(expected), used
 
     def load(
         self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None, copy: bool = True
@@ -219,7 +258,7 @@ class WeightReader:
         Raises ModelError naming tensor and file.
         """
         dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
-        matrix = find_matrix(self.headers, name, shape, self._quantization)
+        matrix = self._matrix(name, shape)
         if matrix is not None and not isinstance(matrix, str):
             # What is dequantized is in memory of its own.
             return self._read(
@@ -254,7 +293,7 @@ class WeightReader:
         """
         if self._is_gguf:
             return self._gguf_codes(name, shape, shard)
-        matrix = find_matrix(self.headers, name, shape, self._quantization)
+        matrix = self._matrix(name, shape)
         if matrix is None:
             return None
         given: set[int] = set()
@@ -281,9 +320,24 @@ class WeightReader:
         codes = self.load_codes(name, shape, shard, copy)
         return codes if codes is not None else self.load_fp8(name, shape, shard, copy)
 
-    def _gguf_codes(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> QuantizedWeight | None:
-        if problem := find_problem(self.headers, name, shape, self._quantization):
+    def _matrix(self, name: str, shape: tuple[int, ...]) -> PackedMatrix | str | None:
+        """See `find_matrix`."""
+        if name not in self._layouts:
+            return None
+        matrix = self._matrices.get((name, shape))
+        if matrix is None:
+            matrix = self._matrices[name, shape] = find_matrix(self.headers, name, shape, self._quantization)
+        return matrix
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ModelError for a tensor that cannot be read with this shape."""
+        if self._verified.get(name) == shape:
+            return
+        if problem := find_problem(self.headers, name, shape, self._quantization, self._matrix):
             raise ModelError(f"{self.folder}: {problem}")
+
+    def _gguf_codes(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> QuantizedWeight | None:
+        self._check(name, shape)
         source: Any = self._source  # which is `GgufFiles`
         with self._naming(name):
             codes: QuantizedWeight | None = source.read_codes(name, shard, self._dtype)
@@ -299,21 +353,20 @@ class WeightReader:
         copy: bool = True,
     ) -> torch.Tensor:
         """A tensor or a shard of it, part by part as `read` gives it; `copy`: in other memory. Raises ModelError."""
-        if problem := find_problem(self.headers, name, shape, self._quantization):
-            raise ModelError(f"{self.folder}: {problem}")
+        self._check(name, shape)
         with self._naming(name):
             return self._read_parts(shape, shard, dtype, partial(read, name), copy)
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
         """What goes wrong inside names the tensor, and its file if it has one of its own."""
-        header = self.headers.get(name)
-        place = self.folder if header is None else self.folder / header.file
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except (ModelError, *READ_ERRORS) as error:
+            header = self.headers.get(name)
+            place = self.folder if header is None else self.folder / header.file
             raise ModelError(f"{place}: {name} cannot be read: {error}") from error
 
     def _read_parts(

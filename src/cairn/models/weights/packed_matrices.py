@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -116,20 +117,27 @@ def resolve_matrix(
 
 def packed_tensors(headers: Mapping[str, TensorHeader], name: str, layout: PackedLayout) -> Iterator[str]:
     """The stored tensors of a matrix, also those that are not needed."""
-    coding = Coding((1,) * layout.num_dims, 4, 1)
-    for role in (*layout.wanted(coding), *layout.unused):
+    for role in _roles_of(layout):
         stored = layout.stored_name(name, role)
         if stored is not None and stored in headers:
             yield stored
 
 
-def stored_names(headers: Mapping[str, TensorHeader], layouts: Layouts) -> set[str]:
-    """The names of all tensors, and of matrices in codes as if they were not."""
-    names = set(headers)
-    for layout in layouts:
-        matrices = {layout.matrix_name(stored) for stored in headers}
-        names |= {name for name in matrices if name is not None and layout.is_used_by(headers, name)}
-    return names
+@cache
+def _roles_of(layout: PackedLayout) -> tuple[str, ...]:
+    coding = Coding((1,) * layout.num_dims, 4, 1)
+    return *layout.wanted(coding), *layout.unused
+
+
+def layouts_by_name(headers: Mapping[str, TensorHeader], layouts: Layouts) -> dict[str, PackedLayout]:
+    """What `find_layout` finds of all matrices in codes."""
+    return {
+        name: layout
+        # Of several the first one is it.
+        for layout in reversed(layouts)
+        for stored, header in headers.items()
+        if header.dtype in layout.key_dtypes and (name := layout.matrix_name(stored)) is not None
+    }
 
 
 def _match(headers: Mapping[str, TensorHeader], name: str, layout: PackedLayout, coding: Coding) -> PackedMatrix | str:

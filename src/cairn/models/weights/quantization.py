@@ -27,13 +27,14 @@ from cairn.models.contract import StoredLoader
 from cairn.models.decoder_config import StoredQuantization
 from cairn.models.sharding import Slice, TensorShard
 from cairn.models.weights.gguf.source import PLAIN, describe_blocks
+from cairn.models.weights.packed_layouts import PackedLayout
 from cairn.models.weights.packed_matrices import (
     Layouts,
     PackedMatrix,
     find_layout,
+    layouts_by_name,
     packed_tensors,
     resolve_matrix,
-    stored_names,
 )
 from cairn.models.weights.tensor_headers import TensorHeader
 from cairn.models.weights.tensor_source import TORCH_DTYPES
@@ -98,7 +99,12 @@ class StoredScale:
 
 def logical_names(headers: Mapping[str, TensorHeader], quantization: Quantization | None) -> set[str]:
     """The names of all tensors, and of matrices in codes as if they were not."""
-    return stored_names(headers, () if quantization is None else quantization.layouts)
+    return headers.keys() | find_layouts(headers, quantization).keys()
+
+
+def find_layouts(headers: Mapping[str, TensorHeader], quantization: Quantization | None) -> dict[str, PackedLayout]:
+    """How matrices in codes are stored, by their names."""
+    return {} if quantization is None else layouts_by_name(headers, quantization.layouts)
 
 
 def find_matrix(
@@ -143,12 +149,12 @@ def used_tensors(
     headers: Mapping[str, TensorHeader], expected: Iterable[str], quantization: Quantization | None
 ) -> set[str]:
     """The stored tensors that are `expected`, or factors of such ones."""
-    used = set()
-    for name in logical_names(headers, quantization) & set(expected):
+    used, layouts = set(), find_layouts(headers, quantization)
+    for name in (headers.keys() | layouts.keys()) & set(expected):
         used.add(name)
         if quantization is None:
             continue
-        if (layout := find_layout(headers, name, quantization.layouts)) is not None:
+        if (layout := layouts.get(name)) is not None:
             used.update(packed_tensors(headers, name, layout))
         if not name.endswith(_WEIGHT):
             continue
@@ -282,6 +288,11 @@ def row_scales(
 ) -> Tensor:
     """The factors of an FP8 weight of this `shape` -> those of each of these rows, float32 [rows, columns of
     `find_scale_columns`]."""
-    of_row = torch.cat([torch.arange(*each) for each in rows])
-    of_column = torch.cat([torch.arange(*each) for each in columns])
-    return scale.float().reshape(_grid(shape, block))[of_row // block[0]][:, of_column]
+    factors = scale.float().reshape(_grid(shape, block))
+    if rows != ((0, shape[0]),):
+        factors = factors[torch.cat([torch.arange(*each) for each in rows]) // block[0]]
+    elif block[0] > 1:
+        factors = factors.repeat_interleave(block[0], 0)[: shape[0]]
+    if columns == ((0, factors.shape[1]),):
+        return factors
+    return factors[:, torch.cat([torch.arange(*each) for each in columns])]

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 import torch
@@ -46,27 +46,31 @@ def find_type_problem(type_name: str) -> str | None:
 
 
 class GgufFiles:
-    """The files of a GGUF model, mapped into memory. A `TensorSource`; a context manager, or to be closed."""
+    """The files of a GGUF model, mapped into memory. A `TensorSource`; to be closed. `advance`: called with the number
+    of bytes of each tensor, or part of one."""
 
     device = torch.device("cpu")
 
-    def __init__(self, path: Path, advance: Callable[[int], None] | None = None, order: Iterable[str] = ()) -> None:
-        """`advance`: called with the number of bytes of each tensor, or part of one. `order`: as `MappedFiles` has it.
-        Raises ModelError as `open_gguf`."""
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError as `open_gguf`."""
+        self.advance: Callable[[int], None] | None = None
         self._folder = path.parent
         self._checkpoint = open_gguf(path)
-        self._advance = advance
         self._open: dict[str, NDArray[np.uint8]] = {}
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "cairn-gguf")
-        self._ahead = ReadAhead(self._places(order))
+        self._ahead = ReadAhead()
+
+    def read_ahead(self, order: Iterable[str]) -> None:
+        """See `MappedFiles`."""
+        self._ahead.begin(self._places(order))
 
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         """See `TensorSource`; in `dtype`, or where that is None as it is stored, in float32 if it is quantized."""
         self._ahead.reached(name)
         view = self._checkpoint.views[name]
         shape = tuple(each.stop - each.start for each in part)
-        if self._advance is not None:
-            self._advance(view.num_bytes * prod(shape) // prod(view.shape))
+        if self.advance is not None:
+            self.advance(view.num_bytes * prod(shape) // prod(view.shape))
         if view.is_small:
             return _restore(view, self._rows(view))[part]
         values = torch.empty(shape, dtype=dtype or PLAIN.get(view.type_name, torch.float32))
@@ -76,12 +80,6 @@ class GgufFiles:
         for target, number in zip(values.view(len(matrices), *shape[-2:]), matrices, strict=True):
             self._fill(target, view, number * height + rows.start, columns)
         return values
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._ahead.close()
@@ -100,8 +98,8 @@ class GgufFiles:
             return None
         ranges, columns = cut
         num_rows = sum(end - begin for begin, end in ranges)
-        if self._advance is not None:
-            self._advance(view.num_bytes * num_rows // prod(view.shape[:-1]))
+        if self.advance is not None:
+            self.advance(view.num_bytes * num_rows // prod(view.shape[:-1]))
         made = empty_codes(view.type_name, num_rows, columns.stop - columns.start, dtype)
 
         def fill(place: tuple[int, int, int]) -> None:
@@ -129,8 +127,8 @@ class GgufFiles:
         rows = list(shard.slices) if shard is not None and shard.dim == 0 else [(0, height)]
         columns = shard.slices if shard is not None and shard.dim == 1 else ((0, width),)
         blocks = np.concatenate([self._raw(view, begin, end) for begin, end in rows])
-        if self._advance is not None:
-            self._advance(blocks.nbytes)
+        if self.advance is not None:
+            self.advance(blocks.nbytes)
         whole = empty_codes(view.type_name, len(blocks), blocks.shape[1], dtype)
         fill_codes(view.type_name, blocks, whole, 0)
         taken = np.concatenate([view.column_order[begin:end] for begin, end in columns])
