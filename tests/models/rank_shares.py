@@ -1,5 +1,6 @@
 """What the ranks of a model remember, and what the transfer would move between servers of different sizes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -56,13 +57,14 @@ class Remembered:
         return self.files[rank][: self.layout.checkpoint_bytes]
 
 
-def every_pair_of_sizes_is_taken(model: Model, block_size: int) -> None:
+def every_pair_of_sizes_is_taken(model: Model, block_size: int, sizes: Sequence[int] = SIZES) -> None:
     """The remote side has blocks of `block_size`, the local one of 16."""
-    for remote, local in product(SIZES, repeat=2):
+    for remote, local in product(sizes, repeat=2):
         layouts = model.layout(block_size, remote), model.layout(16, local)
         sides = [geometry_of(layout, size) for layout, size in zip(layouts, (remote, local), strict=True)]
         pairings = [pair(model.units, *sides, rank) for rank in range(local)]
-        assert {source for pairing in pairings for source in pairing.ranks} <= set(range(remote))
+        sources = [each for pairing in pairings for each in (pairing.states, *(g.sources for g in pairing.groups))]
+        assert {rank for each in sources for rank in each.by_rank} <= set(range(remote))
 
 
 def every_share_is_found(model: Model, weights: dict[str, Tensor]) -> None:

@@ -19,11 +19,10 @@ from cairn.models.families import FAMILIES
 from cairn.models.image_processor import FILE
 from cairn.models.qwen3_5_vision import read_vision
 from cairn.models.registry import open_model
-from cairn.transfer.geometry import geometry_of, pair
 from doubles.thread_ranks import thread_ranks
 from models.decoder_families import TinyDriver, prompt, published, tiny, write
 from models.published_families import GEMMA3_THAT_SEES, GPT_OSS, LFM3, PUBLISHED
-from models.rank_shares import units_of
+from models.rank_shares import SIZES, Model, every_pair_of_sizes_is_taken
 from models.tiny_configs import (
     MAKERS,
     dense_granite,
@@ -74,13 +73,8 @@ def test_published_models(name: str) -> None:
 def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> None:
     config = parsed(PUBLISHED[name][0])[1]
     # 30 heads are not four ranks'.
-    sizes = (1, 2) if name == "Olmo-Hybrid-7B" else (1, 2, 4)
-    for remote, local in product(sizes, repeat=2):
-        sides = [
-            geometry_of(config.layout(16 if i else block_size, 2, size), size) for i, size in enumerate((remote, local))
-        ]
-        pairings = [pair(units_of(config, 2), *sides, rank) for rank in range(local)]
-        assert {source for pairing in pairings for source in pairing.ranks} <= set(range(remote))
+    sizes = (1, 2) if name == "Olmo-Hybrid-7B" else SIZES
+    every_pair_of_sizes_is_taken(Model(config), block_size, sizes)
 
 
 def test_the_layers_in_words() -> None:
