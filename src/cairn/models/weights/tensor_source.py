@@ -1,14 +1,15 @@
 """Where the stored numbers of tensors come from: files mapped into memory, or, in `device_copy`, copies to a device."""
 
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from cairn.models.sharding import Slice
@@ -54,8 +55,10 @@ class MappedFiles:
         self.advance: Callable[[int], None] | None = None
         self._folder = folder
         self._headers = headers
-        self._open: dict[str, _MappedFile] = {}
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
         self._ahead = ReadAhead()
+        self._stack.callback(self._ahead.close)
 
     def read_ahead(self, order: Iterable[str]) -> None:
         """These tensors will be read, one after the other: see `ReadAhead.begin`."""
@@ -64,51 +67,30 @@ class MappedFiles:
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         header = self._headers[name]
         self._ahead.reached(name)
-        values = self._file(header.file).tensor(name, header)
-        for each, length in zip(part, header.shape, strict=True):
-            if each.stop - each.start != length:
-                values = values[part].contiguous()
-                break
+        file = self._file(header.file)
+        whole = all(each == slice(0, length) for each, length in zip(part, header.shape, strict=True))
+        values: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[part]
         if self.advance is not None:
             self.advance(values.nbytes)
         return values
 
     def close(self) -> None:
-        self._ahead.close()
         self._open.clear()
+        self._stack.close()
 
     def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
+        offsets: dict[str, Mapping[str, tuple[int, int]]] = {}
         for name in order:
-            file = self._file(self._headers[name].file)
-            yield name, FileRange(file.path, *file.offsets[name])
+            path = self._folder / (file := self._headers[name].file)
+            if file not in offsets:
+                with path.open("rb") as opened:
+                    offsets[file] = read_offsets(opened)
+            yield name, FileRange(path, *offsets[file][name])
 
-    def _file(self, name: str) -> "_MappedFile":
-        file = self._open.get(name)
-        # Another thread may open it as well: then one of the two stays.
-        return file or self._open.setdefault(name, _MappedFile(self._folder / name))
-
-
-class _MappedFile:
-    """A safetensors file. All tensors of it are in one mapping; the package makes another one for each."""
-
-    __slots__ = "_mapped", "offsets", "path"
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as opened:
-            self.path, self.offsets = path, read_offsets(opened)
-            # Private: torch has no tensors that cannot be written to.
-            self._mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    def tensor(self, name: str, header: TensorHeader) -> Tensor:
-        """The file's memory, wherever it begins. Raises OSError where there is less of it."""
-        begin, num_bytes = self.offsets[name]
-        dtype = TORCH_DTYPES[header.dtype]
-        if not num_bytes:
-            return torch.empty(header.shape, dtype=dtype)
-        if begin + num_bytes > len(self._mapped):
-            raise OSError(f"it ends at byte {begin + num_bytes}, and the file at {len(self._mapped)}")
-        values = torch.frombuffer(self._mapped, dtype=dtype, count=num_bytes // dtype.itemsize, offset=begin)
-        return values.view(header.shape)
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
+        return self._open[name]
 
 
 def map_files(folder: Path, headers: Mapping[str, TensorHeader]) -> MappedFiles | GgufFiles:
