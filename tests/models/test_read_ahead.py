@@ -190,3 +190,23 @@ def test_all_weights_of_a_model_are_fetched_where_its_files_have_them(
             sizes[name] = sizes.get(name, 0) + each.num_bytes
         assert sizes == {name: stored_bytes(reader.headers[name]) for name in order}
     assert len(sizes) == len(reader.headers)
+
+
+def test_files_that_take_turns_are_open_one_at_a_time(
+    tmp_path: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / name for name in ("a", "b")]
+    for path in files:
+        path.write_bytes(bytes(10))
+    descriptors = set[int]()
+    sendfile = read_ahead.os.sendfile
+
+    def noted(to: int, descriptor: int, offset: int, count: int) -> int:
+        descriptors.add(descriptor)
+        return int(sendfile(to, descriptor, offset, count))
+
+    monkeypatch.setattr(read_ahead.os, "sendfile", noted)
+    ahead([(str(number), FileRange(files[number % 2], number % 10, 1)) for number in range(40)])
+    wait_until(lambda: len(fetched) == 40)
+    # What was closed is the next one's number again, unless another thread has taken it meanwhile.
+    assert len(descriptors) < 10

@@ -80,18 +80,22 @@ class ReadAhead:
             self._thread.join()
 
     def _run(self, places: Iterable[tuple[str, FileRange]]) -> None:
-        with suppress(OSError, ValueError, LookupError, TypeError), ExitStack() as stack:
-            nowhere = stack.enter_context(open(os.devnull, "wb", buffering=0)).fileno()
-            opened: dict[Path, int] = {}
+        with (
+            suppress(OSError, ValueError, LookupError, TypeError),
+            open(os.devnull, "wb", buffering=0) as nowhere,
+            ExitStack() as stack,
+        ):
+            opened: tuple[Path, int] | None = None
             for batch in _batches(places):
                 for place in _runs(self._note_ends(batch)):
-                    if place.file not in opened:
-                        # Of a checkpoint in many files the one before has been read.
-                        opened = {place.file: stack.enter_context(place.file.open("rb", buffering=0)).fileno()}
+                    if opened is None or opened[0] != place.file:
+                        # One at a time: where files take turns, each turn opens one.
+                        stack.close()
+                        opened = place.file, stack.enter_context(place.file.open("rb", buffering=0)).fileno()
                     for begin, num_bytes in place.pieces():
                         if not self._wait_for_room(num_bytes):
                             return
-                        os.sendfile(nowhere, opened[place.file], begin, num_bytes)
+                        os.sendfile(nowhere.fileno(), opened[1], begin, num_bytes)
 
     def _note_ends(self, batch: Places) -> Iterator[FileRange]:
         end = self._fetched
