@@ -298,7 +298,7 @@ class ValuePerByte(EvictionPolicy):
         return child
 
     def _own_chance(self, record: ReuseStats) -> float:
-        path = record.path if record.kind.on_probation else None
+        path = record.path
         if path is None:
             return self.table.index(record.row, self.now - record.since)
         asked = (self._divergences.version, next_below(record.node))

@@ -212,7 +212,7 @@ class PageTables:
         num_pages = 0
         for table in self.tables:
             end = num_tokens if step_end is None or table.group.reach is None else step_end
-            missing = -(-end // table.group.tokens_per_page) - table.length
+            missing = table.group.pages_for(end) - table.length
             if missing > 0:
                 num_pages += missing
         return num_pages
