@@ -27,6 +27,23 @@ def test_times_are_those_of_the_events():
     assert outcome.tpot == 0.5
 
 
+async def timed(server):
+    """What became of a request, and when its connection was free."""
+    return await send(server), asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize(
+    ("after", "ending", "freed"),
+    [(0.5, None, 2.0), (30.0, None, 2.5), (0.25, httpx.ReadError("cut"), 1.75)],
+    ids=["ends", "does not end", "is cut"],
+)
+def test_a_stream_is_read_to_its_end_for_its_connection(after, ending, freed):
+    """One that is closed before is lost to the next request. What comes of it is none of the request's times."""
+    whole = answer_at(0.5, 1.5)
+    outcome, moment = virtually(timed(Server([Answer(whole.pieces, after=after, ending=ending)])))
+    assert outcome.failure is None and (outcome.ended, moment) == (1.5, freed)
+
+
 ODD = "a\u2028b\x85c\x0bd\u00e9\U0001f40b\n"
 
 

@@ -89,6 +89,9 @@ class EchoRunner:
         self._input_batch.append(result.slots, result.tokens)
         return result
 
+    def settle(self) -> None:
+        """Nothing is left for later."""
+
     def close(self) -> None:
         """Nothing runs beside it."""
 

@@ -218,8 +218,9 @@ def test_a_build_error_is_raised_as_what_it_was(error):
 class WideCore:
     """Three requests, each told of a vocabulary at once, in one step."""
 
-    def __init__(self, num_entries):
-        self.has_work, self._num = True, num_entries
+    def __init__(self, num_entries, link):
+        self.has_work, self._num, self._link = True, num_entries, link
+        self.sent_when_settled = []
 
     def start(self, wake):
         pass
@@ -240,6 +241,9 @@ class WideCore:
         self.has_work = False
         packed = TokenLogprobs(width=self._num, token_ids=b"", values=b"", ranks=bytes(4))
         return [GenerateOutput(request_id=name, logprobs=packed) for name in "abc"]
+
+    def settle(self):
+        self.sent_when_settled.append(len(self._link.sent))
 
 
 class Recorder:
@@ -266,8 +270,11 @@ class Recorder:
 )
 def test_outputs_with_many_log_probabilities_come_in_several_frames(num_entries, frames):
     link = Recorder()
-    run_core(WideCore(num_entries), link)
+    core = WideCore(num_entries, link)
+    run_core(core, link)
     assert ["".join(output.request_id for output in frame.outputs) for frame in link.sent] == frames
+    # what a step leaves for later waits until its outputs are on their way
+    assert core.sent_when_settled == [len(frames)]
     assert 8 * MAX_LOGPROB_ENTRIES < MAX_FRAME_BYTES // 2
 
 

@@ -37,6 +37,7 @@ def test_every_function_has_a_random_call() -> None:
         "pack_int4",
         "pack_int8",
         "packed_dtype",
+        "begin_step",
         "build_metadata",
         "step_graphs",
         "warm_up",

@@ -492,6 +492,16 @@ def test_a_step_is_as_long_as_its_products_take(work: threads.StepWork) -> None:
     assert torch.get_num_threads() == 3
 
 
+def test_a_step_without_rows_has_one_thread_unless_its_head_is_no_loop(work: threads.StepWork) -> None:
+    work.packed_bytes = 600_000_000
+    work.begin_serving(cores(3))
+    for layouts, expected in (({"panels"}, 1), ({"panels", "onednn"}, 3)):
+        work.packed_layouts = layouts
+        work.begin_step(1)
+        work.begin_step(0)
+        assert torch.get_num_threads() == expected
+
+
 def test_a_large_loop_of_a_small_step_has_all_threads(work: threads.StepWork) -> None:
     work.begin_serving(cores(3))
     work.begin_step(1)

@@ -74,6 +74,40 @@ def test_the_order_of_a_plan(driver: Driver) -> None:
     assert not torch.equal(driver.file_bytes(after), driver.file_bytes(at_20))
 
 
+def test_a_step_without_rows_says_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`build_metadata` does of all others."""
+    begun = list[int]()
+    monkeypatch.setattr(driver.model.kernels, "begin_step", begun.append)
+    driver.run(driver.row(driver.sequence(0, 64), prompt(20, 0)))
+    assert begun == []
+    driver.run(sample_only=(SampleOnly(0, SamplingMetadata(GREEDY, 20)),))
+    assert begun == [0]
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_the_state_of_a_full_hit_comes_after_its_first_token(driver: Driver, settles: bool) -> None:
+    """By `settle`, or with the next plan, before it writes to pages."""
+    text = prompt(20, 0)
+    file, saved, others = driver.file(), driver.file(), driver.file()
+    driver.run(driver.row(driver.sequence(0, 64), text), snapshots=[Snapshot(0, 20, file)])
+    cold = driver.result.sampled[0].token
+    driver.run(driver.row(driver.sequence(1, 64), prompt(30, 1)), snapshots=[Snapshot(0, 30, others)])
+    live = driver.runner._live.tensors[1:]
+    assert live and not any(torch.equal(part[0], part[2]) for part in live)
+    only = SampleOnly(2, SamplingMetadata(GREEDY, 20))
+    driver.run(restores=(Restore(2, file),), sample_only=(only,))
+    assert driver.result.sampled[0] == SampledToken(2, cold)
+    assert not any(torch.equal(part[0], part[2]) for part in live)
+    if settles:
+        driver.runner.settle()
+        assert all(torch.equal(part[0], part[2]) for part in live)
+    overwritten = tuple(PageCopy(int(source), int(page)) for source, page in zip(others, file, strict=True))
+    driver.run(copies=overwritten, saves=(Save(2, saved),))
+    assert all(torch.equal(part[0], part[2]) for part in live)
+    assert torch.equal(driver.file_bytes(file), driver.file_bytes(others))
+    assert not torch.equal(driver.file_bytes(saved), driver.file_bytes(others))
+
+
 def test_a_file_restored_and_saved_again_has_the_same_bytes() -> None:
     for pattern, changes in (("M*M", {}), ("M*M", {"n_groups": 1}), ("*-", {}), ("MM", {})):
         for dtype in (torch.float32, torch.bfloat16):

@@ -6,7 +6,7 @@ Every moment of a request is recorded. A request that fails is a record with its
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -26,6 +26,8 @@ _MAX_ERROR_TEXT = 300
 _MAX_TOKENS = 1 << 40
 _MODELS_SECONDS = 10.0
 _READY_POLL_SECONDS = 0.5
+_REST_SECONDS = 1.0
+"""For what follows the last event of an answer: its end, mostly there already."""
 _ROLES = MappingProxyType({"system": "System", "user": "User", "assistant": "Assistant"})
 
 
@@ -303,7 +305,12 @@ class HttpSender:
             async with aclosing(EventSource(response).aiter_sse()) as events:
                 async for event in events:
                     if reader.read_event(event.data):
-                        return
+                        break
+                # A connection whose answer was not read to its end is closed, and the next request waits for a new one.
+                with suppress(TimeoutError, httpx.HTTPError, SSEError, _StreamError):
+                    async with asyncio.timeout(_REST_SECONDS):
+                        async for _ in events:
+                            pass
 
     def _record(self, reader: _AnswerReader, sent: float, num_tokens: int, failure: Failure | None) -> RequestRecord:
         if failure is not None:

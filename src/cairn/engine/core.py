@@ -195,7 +195,9 @@ class Core:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def step(self) -> list[GenerateOutput]:
-        """Send out what may go, then take in the oldest step; the outputs of the requests that moved."""
+        """Send out what may go, then take in the oldest step; the outputs of the requests that moved. `settle` comes
+        after them."""
+        self.settle()
         while self._steps.can_launch:
             self._step_sizes.add(num_step_tokens(self._steps.launch()))
         outputs = self._outputs.process_outputs(self._steps.collect())
@@ -203,9 +205,14 @@ class Core:
             self._events.flush()
         return outputs
 
+    def settle(self) -> None:
+        """What the last step has left for when its outputs have been sent."""
+        self._runner.settle()
+
     def poll(self) -> list[GenerateOutput]:
         """Called often: look what other servers have sent, and what has come from tiers. The outputs of the requests
         that this has ended."""
+        self.settle()
         if self._transfer is not None:
             self._transfer.check()
         elif self._tiers is None:

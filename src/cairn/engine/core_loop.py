@@ -108,6 +108,7 @@ def _turn(core: Core, link: CoreLink, clock: Clock) -> None:
             views.advance()
         if core.has_work:
             _send_outputs(link, core.step())
+            core.settle()
             audited, changed = False, clock.now()
         elif not audited and clock.now() - changed >= _SETTLE_SECONDS:
             core.idle()

@@ -93,6 +93,9 @@ class Kernels(Protocol):
         weights that have been packed, and returns their number. Without it the first batches are slower.
         `operations`: names of functions of this contract. `state_dtype`: of recurrent states."""
 
+    def begin_step(self, num_rows: int) -> None:
+        """A step of so many rows begins; `build_metadata` says so of those that have some."""
+
     def build_metadata(self, host: HostBatch, staging: Staging) -> object:
         """What the backend works out about a batch once a step, before its layers run: `Batch.metadata`; and about a
         fold, before states are brought forward. It is complete when `staging` has been sent."""

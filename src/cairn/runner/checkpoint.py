@@ -64,10 +64,15 @@ class CheckpointPages:
         entry_bytes = [part.stride(0) * part.itemsize for part in self._live]
         whole, states = live_spans(spec, live, encoding)
         self._whole = kernels.pack_state_spans(whole, entry_bytes, pool, states)
+        self._live_hidden = kernels.pack_state_spans([StateSpan(0, 0, 0, hidden)], entry_bytes[:1], pool)
 
     def restore(self, state_pages: Tensor, slots: Tensor) -> None:
         """From state pages to slots, which are all different."""
         self._kernels.load_states(self._pool, state_pages, self._live, slots, self._whole)
+
+    def restore_hidden(self, state_pages: Tensor, slots: Tensor) -> None:
+        """As `restore`, of the hidden states alone."""
+        self._kernels.load_states(self._pool, state_pages, self._live[:1], slots, self._live_hidden)
 
     def save(self, state_pages: Tensor, slots: Tensor) -> None:
         """From slots to state pages."""

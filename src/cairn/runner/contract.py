@@ -49,7 +49,13 @@ class StepRunner(Protocol):
         return True
 
     def collect(self, step: int) -> StepResult:
-        """Wait for the oldest launched step; returns its tokens. All that it writes is written then."""
+        """Wait for the oldest launched step; returns its tokens. All that it writes is written then, but for what
+        `settle` does."""
+
+    def settle(self) -> None:
+        """Do what the last step has left for when its tokens have been told. To be called before anything but a launch
+        writes to pages, which does it itself."""
+        return
 
     def close(self) -> None:
         """Shut down, worker processes included."""

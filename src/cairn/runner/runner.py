@@ -137,6 +137,8 @@ class Runner(StepRunner):
         self._drafted: Collection[int] = ()
         self._population: PoolPopulation | None = None
         self._launched: deque[LaunchedStep] = deque()
+        self._late_restores: tuple[Tensor, Tensor] | None = None
+        self._restores_late = model.spec.device.type == "cpu" and model.communicator.size == 1
         self._inference_mode = torch.inference_mode()
         self._buffers: list[StepBuffers] = []
         no_pages = torch.zeros(0, layout.pages_per_checkpoint, dtype=torch.int64, device=model.spec.device)
@@ -205,6 +207,9 @@ class Runner(StepRunner):
             raise explain_step_memory(error, plan) from error
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
+        self._restore_late()
+        if not plan.num_seqs:
+            self._model.kernels.begin_step(0)
         continues = self._input_batch.update(plan)
         if self._population is not None:
             self._population.reach(last_new_page(plan))
@@ -281,6 +286,17 @@ class Runner(StepRunner):
         self.steps += 1
         return result
 
+    def settle(self) -> None:
+        """See `StepRunner`: a full hit is answered before all of its state is in its slot."""
+        if self._late_restores is not None:
+            with self._inference_mode:
+                self._restore_late()
+
+    def _restore_late(self) -> None:
+        if self._late_restores is not None:
+            self._checkpoint_pages.restore(*self._late_restores)
+            self._late_restores = None
+
     @property
     def rank(self) -> int:
         """Which of the ranks this is."""
@@ -345,7 +361,14 @@ class Runner(StepRunner):
             self._model.kernels.copy_pages(self.pool, targets.tensor, sources.tensor)
         if plan.restores:
             slots, state_pages = inputs.restores
-            self._checkpoint_pages.restore(state_pages.tensor, slots.tensor)
+            restores = state_pages.tensor, slots.tensor
+            # A first token is drawn from the hidden state. On devices nobody waits for the rest, and who writes to
+            # pages beside the steps would have to wait for it.
+            if self._restores_late and len(plan.samples) and not (plan.num_seqs or plan.folds or plan.saves):
+                self._checkpoint_pages.restore_hidden(*restores)
+                self._late_restores = restores
+            else:
+                self._checkpoint_pages.restore(*restores)
         if inputs.folds is not None:
             self._fold(inputs.folds)
         elif plan.folds and self._kept is not None:

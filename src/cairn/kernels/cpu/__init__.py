@@ -15,6 +15,7 @@ from cairn.kernels.cpu.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_
 from cairn.kernels.cpu.products import embed, lays_out, linear, lm_head, pack, pack_stored, packed_dtype
 from cairn.kernels.cpu.routers import sigmoid_router, softmax_router
 from cairn.kernels.cpu.ssd import ssd
+from cairn.kernels.cpu.threads import begin_step
 from cairn.kernels.cpu.warm_up import warm_up
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
 from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs

@@ -95,16 +95,24 @@ class StepWork:
         return max(threads, self.num_threads) if cost >= LARGE_LOOP else threads
 
     def begin_step(self, num_rows: int) -> None:
-        """Sets torch's threads for a step of so many rows: one, or all."""
+        """Sets torch's threads for a step of so many rows: one, or all. One without rows reads no weights but the
+        head's, which is a large loop where it is worth all threads, unless it is no loop."""
         if self.num_threads > 1:
             nanoseconds = self.packed_bytes / BYTES_PER_NS + num_rows * self.packed_bytes / PRODUCTS_PER_NS
-            torch.set_num_threads(1 if nanoseconds < self.small_step else self.num_threads)
+            has_loops_alone = not num_rows and "onednn" not in self.packed_layouts
+            is_small = has_loops_alone or nanoseconds < self.small_step
+            torch.set_num_threads(1 if is_small else self.num_threads)
 
 
 @cache
 def step_work() -> StepWork:
     """One for the process, as the team is."""
     return StepWork()
+
+
+def begin_step(num_rows: int) -> None:
+    """See `Kernels.begin_step`."""
+    step_work().begin_step(num_rows)
 
 
 @cache

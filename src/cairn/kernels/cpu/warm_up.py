@@ -16,6 +16,7 @@ import torch
 from cairn.kernels.cpu import panels
 from cairn.kernels.cpu.compile_cache import cache_folder
 from cairn.kernels.cpu.compiled import Kernel
+from cairn.kernels.cpu.heap import keep_freed_memory
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.operations import names_in
 from cairn.machine import Machine
@@ -73,9 +74,10 @@ def warm_up(
 ) -> int:
     """See `Kernels.warm_up`: the number of variants. What no earlier process compiled is compiled by several processes,
     as many as there are cores, and kept for the next one. Says in the log how long it took. From now on a step has as
-    many of torch's threads as it is worth."""
+    many of torch's threads as it is worth, and memory that it frees stays with the process."""
     begin = perf_counter()
     step_work().begin_serving()
+    keep_freed_memory()
     tasks = tasks_for(dtype, operations, state_dtype)
     with compile_workers(tasks):
         compile_tasks(tasks)

@@ -18,4 +18,4 @@ from cairn.kernels.cuda.ssd import ssd
 from cairn.kernels.cuda.write_kv import write_kv
 from cairn.kernels.cuda_support import sampling_bytes
 from cairn.kernels.graphs import no_step_graphs as step_graphs
-from cairn.kernels.plain_weights import embed, lays_out, pack, packed_dtype
+from cairn.kernels.plain_weights import begin_step, embed, lays_out, pack, packed_dtype

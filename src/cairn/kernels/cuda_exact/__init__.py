@@ -52,7 +52,7 @@ from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda_exact.operands import with_rows_laid_out
 from cairn.kernels.cuda_exact.products import find_dependent_height, linear, lm_head
 from cairn.kernels.graphs import no_step_graphs as step_graphs
-from cairn.kernels.plain_weights import embed, lays_out, pack, pack_stored, packed_dtype
+from cairn.kernels.plain_weights import begin_step, embed, lays_out, pack, pack_stored, packed_dtype
 from cairn.kernels.staging import Staging
 
 add_rms_norm = with_rows_laid_out(cuda.add_rms_norm, "x")

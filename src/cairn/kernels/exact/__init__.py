@@ -32,7 +32,7 @@ from cairn.kernels.exact.metadata import build_metadata
 from cairn.kernels.exact.products import find_dependent_height, linear, lm_head, pack_int4, pack_int8
 from cairn.kernels.exact.ssd import ssd
 from cairn.kernels.graphs import no_step_graphs as step_graphs
-from cairn.kernels.plain_weights import embed, lays_out, pack, pack_stored, packed_dtype, warm_up
+from cairn.kernels.plain_weights import begin_step, embed, lays_out, pack, pack_stored, packed_dtype, warm_up
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
 from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
 from cairn.kernels.sampling.sampler import TorchSampler as sampler

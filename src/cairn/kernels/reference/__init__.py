@@ -4,7 +4,7 @@ Where the contract says float32, a float64 model has float64.
 """
 
 from cairn.kernels.graphs import no_step_graphs as step_graphs
-from cairn.kernels.plain_weights import lays_out, pack, pack_stored, packed_dtype, warm_up
+from cairn.kernels.plain_weights import begin_step, lays_out, pack, pack_stored, packed_dtype, warm_up
 from cairn.kernels.plain_weights import pack as pack_int4
 from cairn.kernels.reference.attention import attention, write_kv
 from cairn.kernels.reference.checkpoint_files import (
