@@ -115,10 +115,16 @@ class FixedHead(FixedDrafter):
 
 
 class Engine(HandTurned):
-    """One core with the default flags, whose answers may be forced. `method`: what drafts."""
+    """One core with the default flags, whose answers may be forced. `method`: what drafts, `most_drafts` at once."""
 
     def __init__(
-        self, model: Path, precision: str, sequences: int, clock: Callable[[], float], method: str = "suffix"
+        self,
+        model: Path,
+        precision: str,
+        sequences: int,
+        clock: Callable[[], float],
+        method: str = "suffix",
+        most_drafts: int = SpeculativeConfig().num_speculative_tokens,
     ) -> None:
         self.clock = clock
         config = EngineConfig(
@@ -128,7 +134,7 @@ class Engine(HandTurned):
             max_num_seqs=sequences,
             max_num_batched_tokens=2048,
             kv_cache_memory_bytes=1 << 29,
-            speculative=SpeculativeConfig(method=method),  # type: ignore[arg-type]
+            speculative=SpeculativeConfig(method=method, num_speculative_tokens=most_drafts),  # type: ignore[arg-type]
         )
         super().__init__(build_core(config))
         self.texts = ForcedAnswers(self.core).texts

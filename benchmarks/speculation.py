@@ -1,7 +1,8 @@
 """What drafts bring on the CPU, beside the same engine without: --speculative-config '{"method": "none"}'.
 
     python -m benchmarks.speculation [--parts forced trained small head mtp] [--precisions bfloat16]
-                                     [--depths 1 3 7 15] [--rounds 4] [--clock wall] [--cpu-threads N]
+                                     [--depths 1 3 7 15] [--rounds 4] [--most-drafts 31] [--clock wall]
+                                     [--cpu-threads N]
                                      [--seed 0] [--json FILE] [--plot FILE]
 
 `forced`: decode steps, and steps that verify k drafts all of which are right, in turn, of a Qwen3.5 with 333 M random
@@ -230,12 +231,13 @@ def sides_of(options: argparse.Namespace, part: str, model: Path, precision: str
     """Without drafts, and with. Of the demo's model, whose steps are short, the same engine, so that nothing else
     differs; of the 333 M model two, which take turns within its long answers, and where there is a head to be left
     out."""
-    drafting = plain = Engine(model, precision, SEQUENCES, CLOCKS[options.clock], method)
+    most, clock = options.most_drafts, CLOCKS[options.clock]
+    drafting = plain = Engine(model, precision, SEQUENCES, clock, method, most)
     if part in ("small", "mtp"):
-        plain = Engine(model, precision, SEQUENCES, CLOCKS[options.clock], "none")
+        plain = Engine(model, precision, SEQUENCES, clock, "none")
     drafter = drafting.drafting.drafter
     for engine in {plain, drafting}:
-        engine.record_steps(SpeculativeConfig().num_speculative_tokens if engine is drafting else 1)
+        engine.record_steps(most if engine is drafting else 1)
     return [Side(plain, None), Side(drafting, drafter)]
 
 
@@ -306,6 +308,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bfloat16"])
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 3, 7, 15], help="drafts of a step, at most 32")
     parser.add_argument("--rounds", type=int, default=4, help="texts of each case")
+    most = SpeculativeConfig().num_speculative_tokens
+    parser.add_argument("--most-drafts", type=int, default=most, help="of a verification, where none are forced")
     parser.add_argument("--windows", type=int, default=3, help="of a forced depth")
     parser.add_argument("--steps", type=int, default=8, help="of a forced window")
     parser.add_argument("--context", type=int, default=256, help="tokens of a prompt before forced steps")
@@ -313,7 +317,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cpu-threads", type=int, default=len(os.sched_getaffinity(0)))
     add_output_flags(parser)
     arguments = parser.parse_args(words)
-    check_positive(parser, arguments, "depths", "rounds", "windows", "steps", "context", "cpu_threads")
+    check_positive(parser, arguments, "depths", "rounds", "most_drafts", "windows", "steps", "context", "cpu_threads")
     return arguments
 
 
@@ -350,7 +354,7 @@ def main() -> None:
         raise SystemExit(f"speculation: {error}") from error
     for part in arguments.parts:
         console.print(table_of(rows, part))
-    names = ("precisions", "rounds", "windows", "steps", "context", "clock", "cpu_threads", "seed")
+    names = ("precisions", "rounds", "most_drafts", "windows", "steps", "context", "clock", "cpu_threads", "seed")
     if arguments.json:
         sizes = {name: getattr(arguments, name) for name in names}
         arguments.json.write_text(as_json({**circumstances(), **sizes, "rows": rows}))

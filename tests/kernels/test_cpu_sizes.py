@@ -21,7 +21,6 @@ from cairn.kernels.cpu.metadata import (
     SPLIT_TOKENS,
     TILE_COLUMNS,
     TILE_ROWS,
-    VERIFY_TILE_ROWS,
     WRITE_COLUMNS,
     Table,
     build_metadata,
@@ -126,7 +125,7 @@ def tables_of(host: HostBatch, rule: AttentionRule) -> tuple[list[list[int]], li
         end_row = num_rows
         while end_row:
             if in_parts:
-                row = max(end_row - VERIFY_TILE_ROWS, cuts.index(cuts[end_row - 1]))
+                row = max(end_row - TILE_ROWS, cuts.index(cuts[end_row - 1]))
             else:
                 row = (end_row - 1) // TILE_ROWS * TILE_ROWS
             rows, parts, end = end_row - row, range(*cuts[end_row - 1]), start + end_row

@@ -38,8 +38,9 @@ _SHARE = 0.01
 _PROBE_FROM = 1.2
 _PROBE_TOKENS = 2
 """Of the balance, in decode steps: what a request begins with, or what so many drafts take, if that is more; what it
-can have at most, what it gets for each token's time, and from where on a draft of the head that is not expected to pay
-is tried, with so many tokens. What is looked up needs no trial: see `DraftDepth.observe`."""
+can have at most, or what the deepest draft takes, what it gets for each token's time, and from where on a draft of the
+head that is not expected to pay is tried, with so many tokens. What is looked up needs no trial: see
+`DraftDepth.observe`."""
 
 _MARGIN = 1.05
 """A draft has to be expected to bring so many times the tokens that the step brings without, for its time."""
@@ -120,7 +121,7 @@ class DraftDepth:
         history.num_decodes = num_decodes
         num_new, history.num_tokens = request.num_tokens - history.num_tokens, request.num_tokens
         earned = _SHARE * self._per_token(num_decodes)
-        history.balance = min(_MOST, history.balance + num_new * earned)
+        self._credit(history, num_new * earned)
         if history.balance < 0:
             history.pays_from = request.num_tokens + ceil(-history.balance / earned)
         return history.balance >= 0
@@ -161,7 +162,7 @@ class DraftDepth:
         saved = num_right * self._per_token(history.num_decodes)
         saved -= self._extra(self._cost, num_tokens, history.num_decodes)
         if saved > 0 and num_right >= _GUESS_TOKENS // 2 and 2 * num_right >= num_tokens:
-            history.balance = min(_MOST, history.balance + saved)
+            self._credit(history, saved)
             history.num_misses = 0
 
     def choose(self, request: Request, matched: int, most: int, num_decodes: int) -> int:
@@ -193,7 +194,7 @@ class DraftDepth:
         cost = self._cost_of(history.kind)
         saved = num_accepted * self._per_token(history.num_decodes)
         spent = self._times_expected * self._extra(cost, num_draft_tokens, history.num_decodes)
-        history.balance = min(_MOST, history.balance + saved - spent)
+        self._credit(history, saved - spent)
         self._learn(history, history.kind, num_draft_tokens, num_accepted)
         if saved > spent:
             history.num_misses = 0
@@ -203,6 +204,12 @@ class DraftDepth:
     def end(self, request: Request) -> None:
         """Forget a request."""
         self._histories.pop(request, None)
+
+    def _credit(self, history: _DraftHistory, steps: float) -> None:
+        """A balance that could not bear the deepest draft would keep it from those texts that bear it best: where rows
+        take long beside a short decode step, that is more than `_MOST`."""
+        most = max(_MOST, self._extra(self._cost, MAX_DRAFT_TOKENS, history.num_decodes))
+        history.balance = min(most, history.balance + steps)
 
     def _learn(self, history: _DraftHistory, kind: int, num_tokens: int, num_right: int) -> None:
         history.acceptance.add(kind, num_tokens, num_right, _DECAY)

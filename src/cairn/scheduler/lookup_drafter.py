@@ -29,6 +29,9 @@ _COUNTS = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Drafts are as many as this: of each number a pass is recorded, which takes longer than many that are repeated. With
 the token before them they fill blocks of the products' rows; the CPU's read weights once for up to 12."""
 
+_COMPARED = 11
+"""Of what is not proposed so many tokens are compared with what is decoded: soon something is known of them."""
+
 _MOST_TOKENS, _MOST_PLACES = 1 << 12, 64
 """Of the places where the last two tokens have come so many, the latest ones, are looked at; of them those are kept
 that match for longer, token by token, until so few are left that they are compared in one go."""
@@ -160,7 +163,7 @@ class LookupDrafter:
             drafts = following[: self._depth.choose(request, matched, most, num_decodes)]
             drafts = drafts[: usual_count(len(drafts))]
             if not len(drafts):
-                self._guesses.setdefault(request, (matched, request.num_tokens, following))
+                self._guesses.setdefault(request, (matched, request.num_tokens, following[:_COMPARED]))
         if not len(drafts):
             self._depth.miss(request)
         return drafts

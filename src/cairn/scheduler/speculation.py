@@ -51,7 +51,7 @@ class SpeculativeConfig:
     """
 
     method: Literal["auto", "mtp", "ngram", "suffix", "none"] = "auto"
-    num_speculative_tokens: int = 11
+    num_speculative_tokens: int = 31
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 32
 

@@ -69,7 +69,7 @@ class ServeSettings(CommandSettings, EngineOptions, ServerOptions):
     )
     speculative_config: str | None = Field(
         None,
-        description='JSON, as vLLM\'s: {"method": "suffix", "num_speculative_tokens": 11, ...}; drafts where that pays '
+        description='JSON, as vLLM\'s: {"method": "suffix", "num_speculative_tokens": 31, ...}; drafts where that pays '
         "unless given",
     )
     request_log: Path | None = Field(

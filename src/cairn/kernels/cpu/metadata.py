@@ -15,10 +15,8 @@ from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.staging import Staging
 
 TILE_ROWS = 32
-"""Rows of a prefill sequence that attention computes together: keys and values are widened once for all of them."""
-
-VERIFY_TILE_ROWS = 16
-"""The same of a verify, of whose rows there are fewer: more than most drafts have are no gain."""
+"""Rows of a prefill sequence, or of a verify, that attention computes together: keys and values are widened once for
+all of them. A verify of 31 drafts is one tile."""
 
 BLOCK = 32
 """Keys at a time: with the values they stay in the caches of the core."""
@@ -141,7 +139,7 @@ def _tabulate(
                 last_part = (row_end - 1) // SPLIT_TOKENS
                 num_parts = last_part - first_part + 1
                 # The first rows may end in a part before that of those after them, or begin in one.
-                row = max(0, end_row - VERIFY_TILE_ROWS, last_part * SPLIT_TOKENS - start)
+                row = max(0, end_row - TILE_ROWS, last_part * SPLIT_TOKENS - start)
                 while first_key(start + row, window, chunk) // SPLIT_TOKENS < first_part:
                     row += 1
             else:
