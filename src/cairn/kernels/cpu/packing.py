@@ -30,11 +30,11 @@ _COPY_RATE = 4
 _PANELS_AT_A_TIME = 4
 """Of rows side by side: lines that are read are longer than those that are written."""
 
-_LEAST_IN_BACKGROUND, _LARGEST_IN_BACKGROUND = 1 << 19, 4 << 20
+_LEAST_IN_BACKGROUND, _LARGEST_IN_BACKGROUND = 1 << 19, 8 << 20
 """Bytes of rows that are worth waking another thread, for which those of several matrices are collected, and beyond
 which all threads together are faster."""
 
-_MOST_WAITING = 16 << 20
+_MOST_WAITING = 4 << 20
 """Bytes of rows that wait: those that were put in order for this take memory until then."""
 
 _SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
