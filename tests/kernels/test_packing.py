@@ -1,5 +1,6 @@
 """Rows in parts are laid out in panels as all of them joined would be, wherever they lie."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,8 +98,41 @@ def test_what_fails_in_the_background_is_raised(monkeypatch: pytest.MonkeyPatch)
 
     rows, panels = drawn_rows(128, 2048, torch.bfloat16), torch.empty(4, 2048, PANEL, 2, dtype=torch.uint8)
     with monkeypatch.context() as patched:
-        patched.setattr(packing_module, "_run_keeping", fail)
+        patched.setattr(packing_module, "_run_all", fail)
         with pytest.raises(RuntimeError, match="no loop"), packing().in_background():
             fill_panels([rows], panels)
     fill_panels([rows], panels)
     assert torch.equal(panels, laid_out([rows], 2, 2048))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_small_rows_share_a_hand_over_and_the_caller_does_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[int, int]] = []
+    run_all = packing_module._run_all
+
+    def noted(loops: Any) -> None:
+        runs.append((len(loops), threading.get_ident()))
+        run_all(loops)
+
+    monkeypatch.setattr(packing_module, "_run_all", noted)
+    made = []
+    with packing().in_background():
+        for number in range(100):
+            rows = drawn_rows(32, 8, torch.bfloat16, number)
+            panels = torch.empty(1, 8, PANEL, 2, dtype=torch.uint8)
+            fill_panels([rows], panels)
+            made.append((rows, panels))
+    assert [count for count, _ in runs] == [100]
+    assert runs[0][1] != threading.get_ident()
+    for rows, panels in made:
+        assert torch.equal(panels, laid_out([rows], 2, 8))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_gets_rows_ready_stays_on_its_thread_while_others_are_laid_out() -> None:
+    assert packing().cost(1000, 1 << 20) == 1000
+    with packing().in_background():
+        assert packing().cost(1000, 1 << 20) == 0
+        # Worth all threads.
+        assert packing().cost(1000, 1 << 30) == 1000
+    assert packing().cost(1000, 1 << 20) == 1000

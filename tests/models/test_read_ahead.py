@@ -4,15 +4,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cairn.models.registry import open_model
-from cairn.models.weights import read_ahead
+from cairn.models.weights import loader, read_ahead
 from cairn.models.weights.loader import WeightReader
 from cairn.models.weights.read_ahead import FileRange, ReadAhead
+from cairn.models.weights.tensor_headers import first_file
 from cairn.models.weights.tensor_source import stored_bytes
 from models.gguf_files import write_gguf
 
@@ -49,9 +51,9 @@ def file(tmp_path: Path) -> Path:
 def ahead() -> Iterator[Callable[..., ReadAhead]]:
     made: list[ReadAhead] = []
 
-    def make(places: Any) -> ReadAhead:
+    def make(places: Any, *files: Path) -> ReadAhead:
         made.append(ReadAhead())
-        made[-1].begin(places)
+        made[-1].begin(places, files)
         return made[-1]
 
     yield make
@@ -109,11 +111,45 @@ def test_batches_grow(file: Path, fetched: Fetched, ahead: Any, monkeypatch: pyt
     monkeypatch.setattr(read_ahead, "_BATCH", 4 * PIECE)
     monkeypatch.setattr(read_ahead, "_WINDOW", 100 * PIECE)
     places = dict(tensors(file, 20, PIECE // 2))
-    ahead([(str(number), places[str(number)]) for number in reversed(range(20))])
+    ahead([(str(number), places[str(number)]) for number in reversed(range(20))], file)
     wait_until(lambda: sum(size for _, size in fetched) == 10 * PIECE)
     # The last two, the last four before them, eight, and what is left.
     assert fetched[0] == (9 * PIECE, PIECE)
     assert [begin // PIECE for begin, _ in fetched] == [9, 7, 8, 3, 4, 5, 6, 0, 1, 2]
+
+
+def test_batches_shrink_to_the_end(file: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was fetched last is all that is still to be packed when the disk is done."""
+    file.write_bytes(bytes(16 * PIECE))
+    monkeypatch.setattr(read_ahead, "_FIRST_BATCH", PIECE)
+    monkeypatch.setattr(read_ahead, "_BATCH", 8 * PIECE)
+    monkeypatch.setattr(read_ahead, "_WINDOW", 100 * PIECE)
+    places = dict(tensors(file, 16, PIECE))
+    ahead([(str(number), places[str(number)]) for number in reversed(range(16))], file)
+    wait_until(lambda: len(fetched) == 16)
+    assert [begin // PIECE for begin, _ in fetched] == [15, 13, 14, 9, 10, 11, 12, 4, 5, 6, 7, 8, 2, 3, 1, 0]
+
+
+def test_a_file_is_fetched_from_its_beginning_on_until_it_is_known_what_is_wanted(
+    file: Path, fetched: Fetched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "_BLIND_PIECE", PIECE)
+    monkeypatch.setattr(read_ahead, "_MOST_BLIND", 4 * PIECE)
+    with closing(ReadAhead()) as reader:
+        reader.begin_blindly(file)
+        wait_until(lambda: len(fetched) == 4)
+        assert fetched == [(number * PIECE, PIECE) for number in range(4)]
+        # What has been fetched is not once more.
+        places = dict(tensors(file, 8, PIECE))
+        reader.begin([(name, places[name]) for name in "73261"], [file])
+        wait_until(lambda: len(fetched) == 6)
+        assert [begin // PIECE for begin, _ in fetched[4:]] == [7, 6]
+
+
+def test_nobody_waits_for_an_order_that_does_not_come(file: Path, fetched: Fetched) -> None:
+    with closing(ReadAhead()) as reader:
+        reader.begin_blindly(file)
+        wait_until(lambda: bool(fetched))
 
 
 def test_a_batch_is_in_the_order_of_its_file(
@@ -210,3 +246,38 @@ def test_files_that_take_turns_are_open_one_at_a_time(
     wait_until(lambda: len(fetched) == 40)
     # What was closed is the next one's number again, unless another thread has taken it meanwhile.
     assert len(descriptors) < 10
+
+
+@pytest.mark.parametrize("form", ["plain", "gguf"])
+def test_the_disk_has_work_before_headers_are_read(
+    form: str, made_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = made_model("qwen3_5")
+    if form == "gguf":
+        place = write_gguf(place, tmp_path / "model.gguf", "Q8_0")
+    done: list[str] = []
+    begin_blindly, read_headers = ReadAhead.begin_blindly, loader.read_headers
+
+    def noted_begin(ahead: ReadAhead, path: Path) -> None:
+        done.append(path.name)
+        begin_blindly(ahead, path)
+
+    def noted_read(folder: Path) -> Any:
+        done.append("headers")
+        return read_headers(folder)
+
+    monkeypatch.setattr(ReadAhead, "begin_blindly", noted_begin)
+    monkeypatch.setattr(loader, "read_headers", noted_read)
+    open_model(place, keeps="codes").build(exact=False)
+    first = first_file(place)
+    assert first is not None
+    assert done[:2] == [first.name, "headers"]
+
+
+def test_first_file_is_the_first_shard(tmp_path: Path) -> None:
+    assert first_file(tmp_path) is None
+    for number in (11, 1, 2):
+        (tmp_path / f"model-{number:05}-of-00011.safetensors").touch()
+    assert first_file(tmp_path) == tmp_path / "model-00001-of-00011.safetensors"
+    (tmp_path / "model.safetensors").touch()
+    assert first_file(tmp_path) == tmp_path / "model.safetensors"

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,12 +37,16 @@ from cairn.models.weights.loader import DType, WeightReader, read_config, read_g
 from cairn.models.weights.quantization import Quantization, describe_codes, describe_stored, logical_names, name_form
 from cairn.models.weights.quantization_config import read_quantization
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
+from cairn.models.weights.tensor_source import reading_ahead
 
 logger = logging.getLogger(__name__)
 
 Kept = Literal["codes", "gpu_codes"]
 """Which weights of a quantized checkpoint are served as they are stored, beside FP8: all codes, as on the CPU, or those
 that there are products with on GPUs."""
+
+_SWITCH_SECONDS = 0.0005
+"""That a thread has Python for while others want it, while a model is loaded."""
 
 MOST_HEAD_SHARE = 0.02
 """Of a token's products. A model of a few million weights, which decodes in a millisecond, would lose more by it than a
@@ -216,12 +221,13 @@ class OpenModel:
         place = device or torch.device("cpu")
         stream = stream or stream_to(place)
         with (
-            _no_collection(),
-            WeightReader(self.folder, self.dtype, self.family.float32_tensors, self.quantization) as reader,
+            _undisturbed(),
+            # The disk has work while all is accounted for.
+            reading_ahead(self.folder, is_mapped(self.folder, stream)) as ahead,
+            WeightReader(self.folder, self.dtype, self.family.float32_tensors, self.quantization, ahead) as reader,
         ):
             expected = self.tensors(reader.names)
-            if is_mapped(reader, stream):
-                # The disk has work while all is accounted for.
+            if is_mapped(self.folder, stream):
                 reader.read_ahead(expected)
             reader.verify(expected, self.ignored_tensors(reader.names))
             if self.config.tie_word_embeddings and OUTPUT in reader.names and communicator.rank == 0:
@@ -271,15 +277,22 @@ def open_model(
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _undisturbed() -> Iterator[None]:
     """Inside, Python looks for no garbage: of the many objects that a model is made of nearly all stay, and in a small
-    one's start a twentieth of the time was spent looking through them."""
-    was_enabled = gc.isenabled()
+    one's start a twentieth of the time was spent looking through them. And threads take turns often: the one that has
+    the disk read needs Python for a moment between two of its calls, and would wait ten times as long."""
+    was_enabled, interval = gc.isenabled(), sys.getswitchinterval()
     gc.disable()
+    sys.setswitchinterval(min(interval, _SWITCH_SECONDS))
     try:
         yield
     finally:
+        sys.setswitchinterval(interval)
         if was_enabled:
+            # As old ones, all of which would else be looked through by whatever is made next.
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from cairn.kernels.cpu.compiled import BF16, F32, INT, U8, Kernel, jit, kernel, record
+from cairn.kernels.cpu.packing import packing
 from cairn.kernels.cpu.scalars import advance, load_word, store_word, widen_half
 from cairn.kernels.cpu.vectors import collect_bits, split_nibbles_16, split_nibbles_32
 
@@ -137,4 +138,6 @@ def take_apart(type_name: str, address: int, row: int, blocks: int, size: int, f
     the next, into the fields of a `QuantizedWeight` [rows, n], contiguous."""
     places = [fields[name].data_ptr() if name in fields else 0 for name in CodePlaces._fields]
     rows = len(fields["codes"])
-    TAKEN_APART[type_name]["blocks"](rows, rows * blocks * size // _BYTE_RATE, address, row, blocks, size, *places)
+    num_bytes = rows * blocks * size
+    cost = packing().cost(num_bytes // _BYTE_RATE, num_bytes)
+    TAKEN_APART[type_name]["blocks"](rows, cost, address, row, blocks, size, *places)

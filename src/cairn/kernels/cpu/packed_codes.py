@@ -15,7 +15,7 @@ from cairn.kernels.cpu.amx import HAS_AMX
 from cairn.kernels.cpu.compiled import ELEMENTS, INT, U8, kernel
 from cairn.kernels.cpu.expanding import E2M1_4, E4M3_8, INTEGER_4, INTEGER_5, INTEGER_8, WORD_OF_FIFTHS
 from cairn.kernels.cpu.huge_pages import weight_memory
-from cairn.kernels.cpu.packing import fill_panels
+from cairn.kernels.cpu.packing import fill_panels, packing
 from cairn.kernels.cpu.panels import has_panels
 from cairn.kernels.cpu.scalars import advance
 from cairn.kernels.cpu.threads import step_work
@@ -165,7 +165,8 @@ def _has_nan(numbers: Tensor) -> bool:
     """Whether any of these bytes is one in FP8."""
     rows = numbers.reshape(-1, numbers.shape[-1]).contiguous()
     has_nan = torch.zeros(1, dtype=torch.uint8)
-    _find_nan["bytes"](len(rows), rows.numel() // _LOOK_RATE, rows.data_ptr(), rows.shape[1], has_nan.data_ptr())
+    cost = packing().cost(rows.numel() // _LOOK_RATE, rows.numel())
+    _find_nan["bytes"](len(rows), cost, rows.data_ptr(), rows.shape[1], has_nan.data_ptr())
     return bool(has_nan)
 
 

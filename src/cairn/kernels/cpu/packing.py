@@ -30,10 +30,11 @@ _COPY_RATE = 4
 _PANELS_AT_A_TIME = 4
 """Of rows side by side: lines that are read are longer than those that are written."""
 
-_LEAST_IN_BACKGROUND, _LARGEST_IN_BACKGROUND = 1 << 17, 4 << 20
-"""Bytes of rows that are worth another thread, and beyond which all threads together are faster."""
+_LEAST_IN_BACKGROUND, _LARGEST_IN_BACKGROUND = 1 << 19, 8 << 20
+"""Bytes of rows that are worth waking another thread, for which those of several matrices are collected, and beyond
+which all threads together are faster."""
 
-_MOST_WAITING = 16 << 20
+_MOST_WAITING = 4 << 20
 """Bytes of rows that wait: those that were put in order for this take memory until then."""
 
 _SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
@@ -77,38 +78,58 @@ class Packing:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
+        self._collected: list[tuple[Callable[[], None], tuple[Tensor, ...]]] = []
         self._begun: deque[tuple[Future[None], int]] = deque()
-        self._num_bytes = 0
+        self._num_collected = self._num_bytes = 0
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
         """Inside, rows that were given are laid out on other threads, and nobody may look at panels; at the end all
-        are. Each matrix has one of the threads, of which there is one less than torch has: with a single one all is
-        done at once."""
+        are. Each of them has one of the threads, of which there is one less than torch has: with a single one all
+        is done at once."""
         threads = torch.get_num_threads() - 1
         if threads < 1 or self._pool is not None:
             yield
-            self._wait_for(0)
+            self._finish()
             return
         self._pool = ThreadPoolExecutor(threads, "cairn-packing")
         try:
             yield
-            self._wait_for(0)
+            self._finish()
         finally:
             self._pool.shutdown(cancel_futures=True)
             self._begun.clear()
+            self._collected, self._num_collected = [], 0
             self._pool, self._num_bytes = None, 0
 
     def run(self, loop: Variant, items: int, num_bytes: int, places: tuple[int, ...], kept: tuple[Tensor, ...]) -> None:
         """`items` of a loop over so many bytes. `kept`: what is at the places."""
-        if self._pool is None or not _LEAST_IN_BACKGROUND <= num_bytes <= _LARGEST_IN_BACKGROUND:
+        if self._pool is None or num_bytes > _LARGEST_IN_BACKGROUND:
             loop(items, num_bytes // _COPY_RATE, *places)
             return
-        self._wait_for(_MOST_WAITING)
         # Without a cost the loop stays on its thread.
-        begun = self._pool.submit(_run_keeping, partial(loop, items, 0, *places), kept)
-        self._begun.append((begun, num_bytes))
-        self._num_bytes += num_bytes
+        self._collected.append((partial(loop, items, 0, *places), kept))
+        self._num_collected += num_bytes
+        if self._num_collected >= _LEAST_IN_BACKGROUND:
+            self._submit(self._pool)
+
+    def _submit(self, pool: ThreadPoolExecutor) -> None:
+        self._wait_for(_MOST_WAITING)
+        begun = pool.submit(_run_all, self._collected)
+        self._begun.append((begun, self._num_collected))
+        self._num_bytes += self._num_collected
+        self._collected, self._num_collected = [], 0
+
+    def _finish(self) -> None:
+        """Until all is laid out."""
+        if self._pool is not None and self._collected:
+            self._submit(self._pool)
+        self._wait_for(0)
+
+    def cost(self, nanoseconds: int, num_bytes: int) -> int:
+        """What a loop that gets so many bytes of rows ready is to be said to take: while others are laid out in the
+        background it stays on its thread, which is done before the team is awake, whose cores are not idle."""
+        return nanoseconds if self._pool is None or num_bytes > _LARGEST_IN_BACKGROUND else 0
 
     def _wait_for(self, most: int) -> None:
         """Until there are no more bytes than that."""
@@ -118,9 +139,11 @@ class Packing:
             self._num_bytes -= num_bytes
 
 
-def _run_keeping(loop: Callable[[], None], kept: tuple[Tensor, ...]) -> None:
-    """What is kept is there until the end."""
-    loop()
+def _run_all(loops: list[tuple[Callable[[], None], tuple[Tensor, ...]]]) -> None:
+    """One after the other. What each works with is there until its end."""
+    for number, (loop, _) in enumerate(loops):
+        loop()
+        loops[number] = loop, ()
 
 
 @cache

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cairn.kernels.cpu.compiled import I32, I64, INT, U8, kernel
 from cairn.kernels.cpu.huge_pages import passing_memory
+from cairn.kernels.cpu.packing import packing
 from cairn.kernels.cpu.scalars import advance
 from cairn.kernels.cpu.vectors import (
     LANES,
@@ -37,9 +38,7 @@ def transpose_words(words: Tensor) -> Tensor:
     height, width = words.shape
     out = passing_memory().empty((width, height), torch.int32)
     items = -(-width // LANES)
-    _transpose_words["words"](
-        items, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), height, width, out.data_ptr()
-    )
+    _transpose_words["words"](items, _cost(out), words.data_ptr(), words.stride(0), height, width, out.data_ptr())
     return out
 
 
@@ -51,7 +50,7 @@ def join_codes(words: Tensor, order: Sequence[int]) -> Tensor:
     out = passing_memory().empty((blocks, _CODES * width), torch.int32)
     columns, places = _columns_of(tuple(order))
     _join_codes["words"](
-        blocks, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), width, columns.data_ptr(),
+        blocks, _cost(out), words.data_ptr(), words.stride(0), width, columns.data_ptr(),
         places.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out
@@ -62,8 +61,9 @@ def unpack_codes(words: Tensor, order: Sequence[int], added: int) -> Tensor:
     columns in a word, from its lowest bits on."""
     height, width = words.shape
     out, (columns, _) = torch.empty((height, _CODES * width), dtype=torch.uint8), _columns_of(tuple(order))
+    cost = packing().cost(words.numel(), out.nbytes)
     _unpack_codes["words"](
-        height, words.numel(), words.data_ptr(), words.stride(0), width, columns.data_ptr(), added, out.data_ptr()
+        height, cost, words.data_ptr(), words.stride(0), width, columns.data_ptr(), added, out.data_ptr()
     )
     return out
 
@@ -82,10 +82,14 @@ def order_codes(words: Tensor, order: Tensor, bits: int) -> Tensor:
     out, places = passing_memory().empty((height, width), torch.int32), order.long()
     items = -(-width // _ORDERED_AT_A_TIME)
     _order_codes["words"](
-        items, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), height, width, places.data_ptr(), bits,
+        items, _cost(out), words.data_ptr(), words.stride(0), height, width, places.data_ptr(), bits,
         out.data_ptr(),
     )  # fmt: skip
     return out
+
+
+def _cost(out: Tensor) -> int:
+    return packing().cost(out.numel() // _WORD_RATE, out.nbytes)
 
 
 @kernel({"words": (I32, INT, INT, INT, I32)})

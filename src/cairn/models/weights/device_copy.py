@@ -109,9 +109,9 @@ def stream_to(device: torch.device) -> CopyStream | None:
     return CudaCopyStream(device) if device.type == "cuda" else None
 
 
-def is_mapped(reader: WeightReader, stream: CopyStream | None) -> bool:
+def is_mapped(folder: Path, stream: CopyStream | None) -> bool:
     """Whether tensors come from files that are mapped into memory. What a GGUF file has is not copied byte by byte."""
-    return stream is None or is_gguf(reader.folder)
+    return stream is None or is_gguf(folder)
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def load_weights(
     any order. `what`: what the log calls them. Raises ModelError naming a file that cannot be read.
     """
     total = reader.stored_bytes(expected) if communicator.size == 1 else None
-    if stream is None or is_mapped(reader, stream):
+    if stream is None or is_mapped(reader.folder, stream):
         reader.read_ahead(expected)
         with (
             load_progress(what, total, "the host", communicator.rank == 0) as advance,

@@ -40,6 +40,7 @@ from cairn.models.weights.quantization import (
     row_scales,
     used_tensors,
 )
+from cairn.models.weights.read_ahead import ReadAhead
 from cairn.models.weights.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
 from cairn.models.weights.tensor_source import TensorSource, map_files, stored_bytes
 
@@ -180,8 +181,9 @@ class WeightReader:
         dtype: torch.dtype,
         float32: Collection[str] = (),
         quantization: Quantization | None = None,
+        ahead: ReadAhead | None = None,
     ) -> None:
-        """Reads the headers. Raises ModelError as `read_headers` does."""
+        """Reads the headers. `ahead`: what may have begun to fetch files. Raises ModelError as `read_headers` does."""
         self.headers = read_headers(folder)
         self.folder = folder
         self._dtype = dtype
@@ -192,7 +194,7 @@ class WeightReader:
         self._matrices: dict[tuple[str, tuple[int, ...]], PackedMatrix | str | None] = {}
         self._verified: dict[str, tuple[int, ...]] = {}
         self._used: set[str] = set()
-        self._files = map_files(folder, self.headers)
+        self._files = map_files(folder, self.headers, ahead or ReadAhead())
         self._source: TensorSource = self._files
 
     def __enter__(self) -> Self:

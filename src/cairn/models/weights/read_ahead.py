@@ -7,11 +7,12 @@ for, nothing is copied, and a call is for megabytes: the thread hardly needs Pyt
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
+from typing import BinaryIO
 
 _WINDOW = 256 << 20
 """Bytes that are fetched before they are wanted: the system may need the memory for something else."""
@@ -21,7 +22,12 @@ _PIECE = 16 << 20
 
 _FIRST_BATCH, _BATCH = 2 << 20, 32 << 20
 """Bytes of tensors that are read in the order in which files have them: pages are the larger, the longer what is read
-follows what was. Each batch is twice as large as the one before, as nobody can begin without the first."""
+follows what was. Each batch is twice as large as the one before, as nobody can begin without the first, and at most
+half of what is left, as what was read last is still to be packed when the disk is done."""
+
+_BLIND_PIECE, _MOST_BLIND = 16 << 20, 64 << 20
+"""Bytes of a file's beginning that are fetched by one call, and by all, while nobody knows yet what will be wanted
+first."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,14 +60,36 @@ class ReadAhead:
         self._ends: dict[str, int] = {}
         self._fetched = self._done = 0
         self._changed, self._waits, self._stopped = Condition(), False, False
+        self._order: tuple[Iterable[tuple[str, FileRange]], Collection[Path]] | None = None
         self._thread: Thread | None = None
 
-    def begin(self, places: Iterable[tuple[str, FileRange]]) -> None:
+    def begin_blindly(self, file: Path) -> None:
+        """Fetches a file from its beginning on until `begin` says what is wanted: the disk has work while headers are
+        parsed and accounted for."""
+        self._start(file)
+
+    def begin(self, places: Iterable[tuple[str, FileRange]], files: Collection[Path]) -> None:
         """`places`: by the tensors' names, taken as they are needed, on the thread that reads. OSError,
-        ValueError, LookupError or TypeError from there ends it. Nothing, where it has begun before."""
-        if self._thread is None:
-            self._thread = Thread(target=self._run, args=(places,), name="cairn-read-ahead", daemon=True)
-            self._thread.start()
+        ValueError, LookupError or TypeError from there ends it. `files`: that they are in. Nothing, where it has
+        begun before."""
+        if self._order is None:
+            with self._changed:
+                self._order = places, files
+                self._changed.notify()
+            self._start(None)
+
+    def _start(self, file: Path | None) -> None:
+        if self._thread is not None:
+            return
+        # Not on the thread, which would wait for Python after each of these.
+        files, blind = ExitStack(), None
+        nowhere = open(os.devnull, "wb", buffering=0)  # noqa: SIM115 - the thread closes it
+        if file is not None:
+            with suppress(OSError):
+                opened = files.enter_context(file.open("rb", buffering=0))
+                blind = FileRange(file, 0, min(os.fstat(opened.fileno()).st_size, _MOST_BLIND)), opened.fileno()
+        self._thread = Thread(target=self._run, args=(nowhere, files, blind), name="cairn-read-ahead", daemon=True)
+        self._thread.start()
 
     def reached(self, name: str) -> None:
         """A tensor will be read now or soon. To be called by one thread."""
@@ -79,30 +107,44 @@ class ReadAhead:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, places: Iterable[tuple[str, FileRange]]) -> None:
-        with (
-            suppress(OSError, ValueError, LookupError, TypeError),
-            open(os.devnull, "wb", buffering=0) as nowhere,
-            ExitStack() as stack,
-        ):
-            opened: tuple[Path, int] | None = None
-            for batch in _batches(places):
-                for place in _runs(self._note_ends(batch)):
-                    if opened is None or opened[0] != place.file:
-                        # One at a time: where files take turns, each turn opens one.
-                        stack.close()
-                        opened = place.file, stack.enter_context(place.file.open("rb", buffering=0)).fileno()
-                    for begin, num_bytes in place.pieces():
-                        if not self._wait_for_room(num_bytes):
-                            return
-                        os.sendfile(nowhere.fileno(), opened[1], begin, num_bytes)
+    def _run(self, nowhere: BinaryIO, files: ExitStack, blind: tuple[FileRange, int] | None) -> None:
+        """`blind`: what is fetched until it is known what is wanted, and its file's descriptor. Closes the files."""
+        with suppress(OSError, ValueError, LookupError, TypeError), nowhere, files:
+            opened = None if blind is None else (blind[0].file, blind[1])
+            for place in self._ranges(None if blind is None else blind[0]):
+                if opened is None or opened[0] != place.file:
+                    # One at a time: where files take turns, each turn opens one.
+                    files.close()
+                    opened = place.file, files.enter_context(place.file.open("rb", buffering=0)).fileno()
+                for begin, num_bytes in place.pieces():
+                    if not self._wait_for_room(num_bytes):
+                        return
+                    os.sendfile(nowhere.fileno(), opened[1], begin, num_bytes)
 
-    def _note_ends(self, batch: Places) -> Iterator[FileRange]:
+    def _ranges(self, blind: FileRange | None) -> Iterator[FileRange]:
+        """All that is to be fetched."""
+        begun = FileRange(Path() if blind is None else blind.file, 0, 0)
+        while blind is not None and self._order is None and not self._stopped and begun.end < blind.end:
+            piece = FileRange(blind.file, begun.end, min(_BLIND_PIECE, blind.end - begun.end))
+            yield piece
+            begun = FileRange(blind.file, 0, piece.end)
+        with self._changed:
+            self._changed.wait_for(lambda: self._order is not None or self._stopped)
+        if self._order is not None:
+            places, files = self._order
+            total = sum(each.stat().st_size for each in files)
+            for batch in _batches(places, total):
+                yield from _runs(self._note_ends(batch, begun))
+
+    def _note_ends(self, batch: Places, begun: FileRange) -> Iterator[FileRange]:
+        """Where what is not in `begun` is."""
         end = self._fetched
         for name, place in batch:
-            end += place.num_bytes
+            is_there = place.file == begun.file and place.end <= begun.end
+            end += 0 if is_there else place.num_bytes
             self._ends[name] = end
-            yield place
+            if not is_there:
+                yield place
 
     def _wait_for_room(self, num_bytes: int) -> bool:
         """Whether to go on; if so, so many more bytes are fetched."""
@@ -115,16 +157,17 @@ class ReadAhead:
         return not self._stopped
 
 
-def _batches(places: Iterable[tuple[str, FileRange]]) -> Iterator[Places]:
-    """Each in the order of its files."""
+def _batches(places: Iterable[tuple[str, FileRange]], total: int) -> Iterator[Places]:
+    """Each in the order of its files. `total`: bytes of all places, roughly."""
     batch: Places = []
-    num_bytes, enough = 0, min(_FIRST_BATCH, _BATCH)
+    num_bytes, enough, left = 0, min(_FIRST_BATCH, _BATCH), total
     for each in places:
         batch.append(each)
         num_bytes += each[1].num_bytes
         if num_bytes >= enough:
             yield sorted(batch, key=lambda each: each[1])
-            batch, num_bytes, enough = [], 0, min(2 * enough, _BATCH)
+            left -= num_bytes
+            batch, num_bytes, enough = [], 0, max(min(2 * enough, _BATCH, left // 2), min(_FIRST_BATCH, _BATCH))
     yield sorted(batch, key=lambda each: each[1])
 
 

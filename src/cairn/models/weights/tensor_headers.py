@@ -53,6 +53,15 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     return indexed_headers(folder, lambda file: _read_shard_headers(folder, file))
 
 
+def first_file(folder: Path) -> Path | None:
+    """Where a model's first tensors probably are, in the folder or in the GGUF file that `folder` is. Nothing is
+    read."""
+    if is_gguf(folder):
+        return folder
+    single = folder / SINGLE
+    return single if single.exists() else next(folder.glob("model-00001-of-*.safetensors"), None)
+
+
 def read_offsets(file: BinaryIO) -> dict[str, tuple[int, int]]:
     """Name -> where in a safetensors file the tensor's bytes begin, and how many they are. Raises ValueError,
     LookupError or TypeError for a file that is none, which `read_headers` finds out first."""

@@ -1,7 +1,7 @@
 """Where the stored numbers of tensors come from: files mapped into memory, or, in `device_copy`, copies to a device."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from cairn.models.sharding import Slice
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.gguf.source import GgufFiles
 from cairn.models.weights.read_ahead import FileRange, ReadAhead
-from cairn.models.weights.tensor_headers import TensorHeader, read_offsets
+from cairn.models.weights.tensor_headers import TensorHeader, first_file, read_offsets
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -51,18 +51,20 @@ class MappedFiles:
 
     device = torch.device("cpu")
 
-    def __init__(self, folder: Path, headers: Mapping[str, TensorHeader]) -> None:
+    def __init__(self, folder: Path, headers: Mapping[str, TensorHeader], ahead: ReadAhead) -> None:
+        """`ahead`: is closed with the files."""
         self.advance: Callable[[int], None] | None = None
         self._folder = folder
         self._headers = headers
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
-        self._ahead = ReadAhead()
+        self._ahead = ahead
         self._stack.callback(self._ahead.close)
 
     def read_ahead(self, order: Iterable[str]) -> None:
         """These tensors will be read, one after the other: see `ReadAhead.begin`."""
-        self._ahead.begin(self._places(order))
+        files = {header.file for header in self._headers.values()}
+        self._ahead.begin(self._places(order), [self._folder / file for file in files])
 
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         header = self._headers[name]
@@ -93,9 +95,19 @@ class MappedFiles:
         return self._open[name]
 
 
-def map_files(folder: Path, headers: Mapping[str, TensorHeader]) -> MappedFiles | GgufFiles:
+def map_files(folder: Path, headers: Mapping[str, TensorHeader], ahead: ReadAhead) -> MappedFiles | GgufFiles:
     """The files of a checkpoint folder, or the GGUF file that `folder` is, as `MappedFiles`."""
-    return GgufFiles(folder) if is_gguf(folder) else MappedFiles(folder, headers)
+    return GgufFiles(folder, ahead) if is_gguf(folder) else MappedFiles(folder, headers, ahead)
+
+
+@contextmanager
+def reading_ahead(folder: Path, begins: bool) -> Iterator[ReadAhead]:
+    """For a `WeightReader` of the folder, or of the GGUF file that it is. `begins`: whether its first file is wanted on
+    the host, before any header has been read."""
+    with closing(ReadAhead()) as ahead:
+        if begins and (file := first_file(folder)) is not None:
+            ahead.begin_blindly(file)
+        yield ahead
 
 
 def stored_bytes(header: TensorHeader) -> int:

@@ -51,18 +51,19 @@ class GgufFiles:
 
     device = torch.device("cpu")
 
-    def __init__(self, path: Path) -> None:
-        """Raises ModelError as `open_gguf`."""
+    def __init__(self, path: Path, ahead: ReadAhead) -> None:
+        """`ahead`: is closed with the files. Raises ModelError as `open_gguf`."""
         self.advance: Callable[[int], None] | None = None
         self._folder = path.parent
         self._checkpoint = open_gguf(path)
         self._open: dict[str, NDArray[np.uint8]] = {}
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "cairn-gguf")
-        self._ahead = ReadAhead()
+        self._ahead = ahead
 
     def read_ahead(self, order: Iterable[str]) -> None:
         """See `MappedFiles`."""
-        self._ahead.begin(self._places(order))
+        files = {tensor.file for tensor in self._checkpoint.tensors.values()}
+        self._ahead.begin(self._places(order), [self._folder / file for file in files])
 
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         """See `TensorSource`; in `dtype`, or where that is None as it is stored, in float32 if it is quantized."""
