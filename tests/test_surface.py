@@ -174,8 +174,8 @@ EXPORTED = {
     "ImageStats KvEventsConfig KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS "
     "MAX_LOGPROBS MAX_LOGPROB_ENTRIES MAX_PATTERN_SIZE MAX_RETAIN_SECONDS MAX_SHOWN Pixels PoolStats "
     "PrefixCacheStats QueueStats RANGES RenderedPrompt RepetitionDetection RequestLogConfig STEP_SIZES SYSTEM_ROLES "
-    "SpecDecodeStats SpeculativeConfig StepStats StopConditions Structure TemplateValue TextStream TextTokenizer "
-    "ThinkingBudget TierOptions TierStats Timings TokenLogprobs TokenStats TransferReport TransferStats "
+    "SpecDecodeStats SpeculativeConfig StepStats StopConditions Structure TakeOutput TemplateValue TextStream "
+    "TextTokenizer ThinkingBudget TierOptions TierStats Timings TokenLogprobs TokenStats TransferReport TransferStats "
     "check_token_ids",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",

@@ -59,7 +59,7 @@ class CapturingEngine:
         self.tokenizer = ModelTokenizer(folder)
         self.requests = []
 
-    async def generate(self, *requests, seconds):
+    async def generate(self, *requests, **options):
         self.requests += requests
         raise QueueFull("full")
         yield

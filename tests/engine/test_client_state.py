@@ -102,6 +102,54 @@ def test_what_is_told_of_the_prompt_outlives_a_merge():
     run(play())
 
 
+def tokens(*numbers):
+    return Outputs([GenerateOutput(request_id="r", token_ids=[number]) for number in numbers])
+
+
+def test_outputs_are_taken_while_the_reader_waits_and_at_no_other_time():
+    """With their texts, and in order: what is not taken, and all behind it, is waited for."""
+
+    async def play():
+        client, taken = await started(), []
+
+        def take(number, output):
+            assert number == 0
+            taken.append(output.text)
+            return output.text != "c"
+
+        stream = client.generate(request(), take=take)
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        client.receive(tokens(*b"ab"))
+        await asyncio.sleep(0)
+        assert (taken, reading.done()) == (["a", "b"], False)
+        client.receive(tokens(*b"cde"))
+        assert (await reading).text == "cde" and taken == ["a", "b", "c"]
+        client.receive(tokens(*b"f"))
+        assert (await anext(stream)).text == "f" and taken == ["a", "b", "c"]
+        await stream.aclose()
+        await client.stop(0)
+
+    run(play())
+
+
+def test_what_fails_while_it_takes_an_output_fails_its_own_reader_alone():
+    async def play():
+        client = await started()
+        streams = [client.generate(request(name), take=lambda number, output: 1 // 0) for name in "rs"]
+        first, second = (asyncio.create_task(anext(stream)) for stream in streams)
+        await asyncio.sleep(0)
+        client.receive(tokens(*b"ab"))
+        with pytest.raises(ZeroDivisionError):
+            await first
+        assert client.dead is None and not second.done()
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        await client.stop(0)
+
+    run(play())
+
+
 def test_word_of_a_call_is_sent_once_and_never_in_the_way():
     def refuse(message):
         raise Overloaded("the core does not keep up")

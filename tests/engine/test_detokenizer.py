@@ -1,11 +1,9 @@
 """The client adds the text to answers that the core sends as tokens alone."""
 
-import asyncio
-
 import pytest
 
 from cairn.engine.contract import GenerateOutput
-from cairn.engine.detokenizer import MAX_TOKENS_AT_ONCE, Detokenizer
+from cairn.engine.detokenizer import Detokenizer
 from doubles.byte_tokenizer import END_OF_SEQUENCE, ByteTokenizer
 from doubles.engine_requests import generate_request
 
@@ -17,12 +15,8 @@ def request(name="a", **fields):
 
 
 def read(requests, *outputs):
-    detokenizer = Detokenizer(ByteTokenizer(), requests)
-
-    async def add_all():
-        return [await detokenizer.add_text(output) for output in outputs]
-
-    return asyncio.run(add_all()), detokenizer
+    detokenizers = {each.request_id: Detokenizer(ByteTokenizer(), each) for each in requests}
+    return [detokenizers[output.request_id].add_text(output) for output in outputs], detokenizers
 
 
 def output(tokens, name="a", finish=None, **fields):
@@ -54,13 +48,13 @@ def test_special_tokens_are_shown_where_they_are_asked_for():
 
 def test_answers_have_texts_of_their_own():
     first, second = "é".encode()
-    outputs, detokenizer = read(
+    outputs, detokenizers = read(
         [request(), request("b")],
         *(output([first], index=0), output([first], index=1), output([first], "b")),
         *(output([second], index=1, finish="stop"), output([second], "b", finish="stop")),
     )
     assert [each.text for each in outputs] == ["", "", "", "é", "é"]
-    assert [*detokenizer._streams] == [("a", 0)], "what has ended is forgotten"
+    assert [[*each._streams] for each in detokenizers.values()] == [[0], []], "what has ended is forgotten"
 
 
 def test_the_cores_own_text_stays():
@@ -73,20 +67,3 @@ def test_an_output_without_text_is_the_same_object():
     given = output([END_OF_SEQUENCE])
     (last,), _ = read([request()], given)
     assert last is given
-
-
-def test_others_have_their_turn_while_a_long_output_is_read():
-    turns = []
-
-    async def count():
-        while True:
-            turns.append(1)
-            await asyncio.sleep(0)
-
-    async def read_long():
-        other = asyncio.create_task(count())
-        text = (await Detokenizer(ByteTokenizer(), [request()]).add_text(output(b"x" * 10 * MAX_TOKENS_AT_ONCE))).text
-        other.cancel()
-        return text
-
-    assert asyncio.run(read_long()) == "x" * 10 * MAX_TOKENS_AT_ONCE and len(turns) >= 9

@@ -3,7 +3,7 @@
 import asyncio
 import re
 
-from cairn.http.connections import ConnectionDeadlines
+from cairn.http.connections import ConnectionDeadlines, get_connection
 from cairn.http.web_server import create_web_server
 from virtual_time import run
 
@@ -16,7 +16,7 @@ class Wire(asyncio.Transport):
 
     def __init__(self):
         super().__init__()
-        self.written, self.closed, self.aborted = b"", False, False
+        self.written, self.closed, self.aborted, self.unread = b"", False, False, 0
 
     def write(self, data):
         self.written += data
@@ -29,6 +29,9 @@ class Wire(asyncio.Transport):
 
     def is_closing(self):
         return self.closed
+
+    def get_write_buffer_size(self):
+        return self.unread
 
     def pause_reading(self):
         pass
@@ -227,5 +230,40 @@ def test_a_lost_connection_leaves_no_timer():
         unread.connection_lost(None)
         timers = asyncio.get_running_loop()._scheduled
         assert wire.statuses() == [200] and all(timer.cancelled() for timer in timers)
+
+    run(play())
+
+
+def test_pieces_of_a_chunked_response_can_be_written_without_a_task():
+    """To a client that is there and keeps up; their bytes are those of `send`. Other responses have no such way."""
+    found = []
+
+    async def app(scope, receive, send):
+        found.append(get_connection(scope))
+        fields = [(b"content-length", b"2")] if scope["path"] == "/short" else []
+        await send({"type": "http.response.start", "status": 200, "headers": fields})
+        found.append(get_connection(scope))
+        await send({"type": "http.response.body", "body": b"ab", "more_body": scope["path"] != "/short"})
+        await asyncio.sleep(5)
+
+    async def play():
+        connection, wire = await connected(app=app)
+        connection.data_received(GET.replace(b"/ ", b"/short ", 1))
+        await asyncio.sleep(1)
+        assert found == [None, None]
+        connection, wire = await connected(app=app)
+        connection.data_received(GET)
+        await asyncio.sleep(1)
+        assert found[2:] == [None, connection]
+        sent = wire.written
+        connection.write(b"ab")
+        assert wire.written == sent + b"2\r\nab\r\n" and sent.endswith(b"2\r\nab\r\n")
+        for unread, can_write in ((0, True), (1 << 16, True), ((1 << 16) + 1, False), (0, True)):
+            wire.unread = unread
+            assert connection.can_write == can_write
+        wire.close()
+        assert not connection.can_write
+        connection.connection_lost(None)
+        assert connection not in connection.scope.values()
 
     run(play())

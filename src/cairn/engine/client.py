@@ -7,7 +7,15 @@ from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
-from cairn.engine.contract import CacheView, EngineInfo, EngineStats, GenerateOutput, GenerateRequest, TextTokenizer
+from cairn.engine.contract import (
+    CacheView,
+    EngineInfo,
+    EngineStats,
+    GenerateOutput,
+    GenerateRequest,
+    TakeOutput,
+    TextTokenizer,
+)
 from cairn.engine.detokenizer import Detokenizer
 from cairn.engine.wire import (
     Abort,
@@ -63,10 +71,13 @@ class OutputQueue:
         self._outputs: dict[tuple[str, int], GenerateOutput] = {}
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
+        self._take: TakeOutput | None = None  # while the reader waits
 
-    def put(self, output: GenerateOutput) -> None:
-        """Nothing is taken after a failure."""
+    def put(self, output: GenerateOutput, number: int = 0) -> None:
+        """An output of request number `number` of them. Nothing is taken after a failure."""
         if self._error is not None:
+            return
+        if self._take is not None and not self._outputs and self._take(number, output):
             return
         answer = output.request_id, output.index
         old = self._outputs.get(answer)
@@ -78,18 +89,38 @@ class OutputQueue:
         self._error = error
         self._wake_reader()
 
-    async def get(self) -> GenerateOutput:
-        """For one reader at a time."""
+    async def get(self, take: TakeOutput | None = None) -> GenerateOutput:
+        """For one reader at a time. `take` is asked for each output that comes meanwhile; those that it takes are done
+        with: to wake the reader for them would take longer than all that it does."""
         while not self._outputs:
             if self._error is not None:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
+            self._take = take
+            try:
+                await self._reader
+            finally:
+                self._take = None
         return self._outputs.pop(next(iter(self._outputs)))
 
     def _wake_reader(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+class _OpenRequest:
+    """Request number `number` of those that share a queue."""
+
+    __slots__ = ("_detokenizer", "_number", "queue")
+
+    def __init__(self, queue: OutputQueue, number: int, detokenizer: Detokenizer) -> None:
+        self.queue, self._number, self._detokenizer = queue, number, detokenizer
+
+    def put(self, output: GenerateOutput) -> None:
+        try:
+            self.queue.put(self._detokenizer.add_text(output), self._number)
+        except Exception as error:  # what is wrong with one answer is its reader's, not the core's
+            self.queue.fail(error)
 
 
 class Transport(Protocol):
@@ -124,7 +155,7 @@ class CoreClient:
         self._info: EngineInfo | None = None
         self._tokenizer: TextTokenizer | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._open: dict[str, OutputQueue] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self._queries: dict[int, asyncio.Future[_Reply]] = {}
         self._numbers = itertools.count()
         self._last_heard = clock.now()
@@ -180,21 +211,21 @@ class CoreClient:
             await asyncio.gather(self._watching, return_exceptions=True)
             self._watching = None
 
-    async def generate(self, *requests: GenerateRequest, seconds: float | None = None) -> AsyncIterator[GenerateOutput]:
+    async def generate(
+        self, *requests: GenerateRequest, seconds: float | None = None, take: TakeOutput | None = None
+    ) -> AsyncIterator[GenerateOutput]:
         """See EngineClient.generate. Holds its places from the first `anext` to the last finish reason or `aclose`."""
         queue = self._submit(requests)
         # One timer for all outputs: to set a timeout for each of them would take longer than to pass them on.
         timer = None
         if seconds is not None:
             timer = asyncio.get_running_loop().call_later(seconds, queue.fail, TimeoutError())
-        detokenizer = Detokenizer(self.tokenizer, requests)
         unfinished = {request.request_id: request.num_answers for request in requests}
         try:
             while unfinished:
-                output = await queue.get()
+                output = await queue.get(take)
                 if output.request_id not in unfinished:
                     continue  # another answer to its prompt has failed
-                output = await detokenizer.add_text(output)
                 if output.finish_reason is not None:
                     unfinished[output.request_id] -= 1
                     if output.finish_reason == "error" or not unfinished[output.request_id]:
@@ -255,11 +286,11 @@ class CoreClient:
         match message:
             case Outputs(outputs):
                 for output in outputs:
-                    if queue := self._open.get(output.request_id):
-                        queue.put(output)
+                    if request := self._open.get(output.request_id):
+                        request.put(output)
             case Refusal(request_id):
-                if queue := self._open.get(request_id):
-                    queue.fail(message.error())
+                if request := self._open.get(request_id):
+                    request.queue.fail(message.error())
             case StatsReply(number, answer) | CacheReply(number, answer) | ResetReply(number, answer):
                 future = self._queries.get(number)
                 if future is not None and not future.done():
@@ -274,8 +305,8 @@ class CoreClient:
         self._dead = reason
         if not requested:
             self._died.set()
-        for queue in self._open.values():
-            queue.fail(EngineDead(reason))
+        for request in self._open.values():
+            request.queue.fail(EngineDead(reason))
         for future in self._queries.values():
             if not future.done():
                 future.set_exception(EngineDead(reason))
@@ -317,7 +348,9 @@ class CoreClient:
         self._restart_silence()
         self.transport.send(Submit(list(requests)))
         queue = OutputQueue()
-        self._open.update(dict.fromkeys(ids, queue))
+        for number, request in enumerate(requests):
+            detokenizer = Detokenizer(self.tokenizer, request)
+            self._open[request.request_id] = _OpenRequest(queue, number, detokenizer)
         self._emptied.clear()
         return queue
 

@@ -3,40 +3,32 @@
 Answers with stop strings are not among them: the core has to see their text to end them in time.
 """
 
-import asyncio
-from collections.abc import Sequence
-
 import msgspec
 
 from cairn.engine.contract import GenerateOutput, GenerateRequest, TextStream, TextTokenizer
 
-MAX_TOKENS_AT_ONCE = 256
-"""Tokens that are turned into text before others on the event loop have their turn: a slow reader's output may have
-all of a long answer."""
-
 
 class Detokenizer:
-    """Adds the text to outputs of requests whose answers the core sends as tokens alone."""
+    """Adds the text to the outputs of one request, if the core sends its answers as tokens alone."""
 
-    def __init__(self, tokenizer: TextTokenizer, requests: Sequence[GenerateRequest]) -> None:
+    __slots__ = ("_request", "_streams", "_tokenizer")
+
+    def __init__(self, tokenizer: TextTokenizer, request: GenerateRequest) -> None:
         self._tokenizer = tokenizer
-        self._requests = {request.request_id: request for request in requests if not request.has_stop_strings}
-        self._streams: dict[tuple[str, int], TextStream] = {}
+        self._request = request
+        self._streams: dict[int, TextStream] = {}
 
-    async def add_text(self, output: GenerateOutput) -> GenerateOutput:
+    def add_text(self, output: GenerateOutput) -> GenerateOutput:
         """`output`, the next one of its answer, with the text that its tokens complete."""
-        request, answer = self._requests.get(output.request_id), (output.request_id, output.index)
-        if request is None:
-            return output
-        stream = self._streams.get(answer)
+        stream = self._streams.get(output.index)
         if stream is None:
-            stream = self._streams[answer] = self._tokenizer.stream(request.skip_special_tokens)
+            if self._request.has_stop_strings:
+                return output
+            stream = self._streams[output.index] = self._tokenizer.stream(self._request.skip_special_tokens)
         text = ""
-        for place, token in enumerate(output.token_ids, 1):
+        for token in output.token_ids:
             text += stream.push(token)
-            if place % MAX_TOKENS_AT_ONCE == 0:
-                await asyncio.sleep(0)
         if output.finish_reason is not None:
             text += stream.finish()
-            del self._streams[answer]
+            del self._streams[output.index]
         return msgspec.structs.replace(output, text=text) if text else output

@@ -7,11 +7,14 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 import h11
+from starlette.types import Scope
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cairn.http.error_responses import encode_error, make_error
 
 _MAX_HEAD_BYTES = 1 << 15
+_SCOPE_KEY = "cairn.connection"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,13 @@ class ConnectionDeadlines:
 
     head: float = 30.0
     stall: float = 60.0
+
+
+def get_connection(scope: Scope) -> "Connection | None":
+    """The connection that a request came over, to write pieces of the response that has begun; None if it is not in
+    chunks, or where another server than this one has it."""
+    connection: Connection | None = scope.get(_SCOPE_KEY)
+    return connection if connection is not None and connection.conn.is_chunked else None
 
 
 class ConnectionLimit:
@@ -55,17 +65,21 @@ class _Http11(h11.Connection):
     """h11's side of a connection. What it checks and frames of a chunked body is the same for each piece, so its state
     machine is asked for the first and the last event of a response alone: it takes longer than to send a token."""
 
-    _is_chunked = False
+    is_chunked = False
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
-        if self._is_chunked and type(event) is h11.Data:
-            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        if self.is_chunked and type(event) is h11.Data:
+            return _chunk(event.data) if event.data else b""
         output = super().send(event)
         if type(event) is h11.Response:
-            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in (output or b"").lower()
+            self.is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in (output or b"").lower()
         elif type(event) is h11.EndOfMessage:
-            self._is_chunked = False
+            self.is_chunked = False
         return output
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 class Connection(H11Protocol):
@@ -73,7 +87,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, deadlines: ConnectionDeadlines, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.conn = _Http11(h11.SERVER, _MAX_HEAD_BYTES)
+        self.conn: _Http11 = _Http11(h11.SERVER, _MAX_HEAD_BYTES)
         self._deadlines = deadlines
         self._limit = limit
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -99,6 +113,11 @@ class Connection(H11Protocol):
         self._start_timer("head")
         self._limit.add(self)
 
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.scope is not None:  # a request has begun: its application does after this
+            self.scope[_SCOPE_KEY] = self  # type: ignore[literal-required]
+
     def data_received(self, data: bytes) -> None:
         self._has_received, before = True, self.cycle
         super().data_received(data)
@@ -114,6 +133,8 @@ class Connection(H11Protocol):
         self._cancel_timer("head")
         self._cancel_timer("stall")
         super().connection_lost(exc)
+        if self.scope is not None:
+            self.scope.pop(_SCOPE_KEY, None)  # type: ignore[misc]
 
     def _miss_head(self) -> None:
         if self._has_received:
@@ -137,6 +158,18 @@ class Connection(H11Protocol):
         response = h11.Response(status_code=status, headers=[*fields.items()], reason=reason)
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
+
+    # -- a response ---------------------------------------------------------------------------------------------------
+
+    @property
+    def can_write(self) -> bool:
+        """Whether the client is there and keeps up: what it has not read is not more than asyncio keeps unasked."""
+        transport = self.transport
+        return not transport.is_closing() and transport.get_write_buffer_size() <= HIGH_WATER_LIMIT
+
+    def write(self, data: bytes) -> None:
+        """A piece of the body, if `can_write`: what ASGI's `send` does, without a task that waits for it."""
+        self.transport.write(_chunk(data))
 
     # -- the end of a response -------------------------------------------------------------------------------------
 

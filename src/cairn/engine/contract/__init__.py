@@ -8,7 +8,7 @@ asynchronous face. All records are msgspec structs, so the process wire is their
 """
 
 from cairn.cache.view import MAX_SHOWN, CacheView
-from cairn.engine.contract.client import EngineClient
+from cairn.engine.contract.client import EngineClient, TakeOutput
 from cairn.engine.contract.config import (
     EngineConfig,
     EngineOptions,

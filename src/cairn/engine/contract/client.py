@@ -1,13 +1,17 @@
 """The engine as the server talks to it."""
 
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol, TypeAlias
 
 from cairn.cache.view import CacheView
 from cairn.engine.contract.info import EngineInfo, EngineStats
 from cairn.engine.contract.output import GenerateOutput
 from cairn.engine.contract.request import GenerateRequest
 from cairn.engine.contract.text import TextTokenizer
+
+TakeOutput: TypeAlias = Callable[[int, GenerateOutput], bool]
+"""Called with an output as soon as it is there, and with the number of its request among those that came together.
+False: it is to be waited for like any other."""
 
 
 class EngineClient(Protocol):
@@ -26,9 +30,12 @@ class EngineClient(Protocol):
     async def start(self) -> None:
         """Bring the engine up. Raises ConfigError or ModelError from building it, EngineDead if it fell over."""
 
-    def generate(self, *requests: GenerateRequest, seconds: float | None = None) -> AsyncIterator[GenerateOutput]:
+    def generate(
+        self, *requests: GenerateRequest, seconds: float | None = None, take: TakeOutput | None = None
+    ) -> AsyncIterator[GenerateOutput]:
         """The outputs of requests that the core takes all or none of, as they come, until each of a request's answers
-        has its finish reason, or one of them has `error`. Closing the iterator early aborts what is open.
+        has its finish reason, or one of them has `error`. Closing the iterator early aborts what is open. While an
+        `anext` waits, `take` is asked first: it may take any but the last output of an answer.
 
         Raises RequestError when the core refuses them, EngineDead when the engine ends meanwhile, and TimeoutError when
         they have not ended `seconds` after the first `anext`.

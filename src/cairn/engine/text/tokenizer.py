@@ -252,6 +252,8 @@ class IncrementalText:
     until it is older than any character can be. Only the last few tokens are decoded again at each step.
     """
 
+    __slots__ = ("_held", "_place", "_seen", "_skip", "_texts", "_tokenizer", "_window")
+
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], texts: TokenTexts | None = None) -> None:
         """`skip`: ids that give no text. `texts`: None where a token's text may depend on those before it."""
         self._tokenizer = tokenizer

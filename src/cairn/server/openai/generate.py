@@ -1,6 +1,7 @@
 """One request's way through the engine and back to its client: measured, with a deadline, whole or as a stream."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cairn.engine.contract import FREE_LOGPROBS, MAX_ANSWERS, EngineClient, GenerateOutput, GenerateRequest
+from cairn.engine.contract import FREE_LOGPROBS, MAX_ANSWERS, EngineClient, GenerateOutput, GenerateRequest, TakeOutput
 from cairn.errors import CairnError, InvalidRequest, LeasesFull, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
+from cairn.http.connections import Connection, get_connection
 from cairn.http.error_responses import ClientDisconnected, make_error
 from cairn.http.middleware import get_body_send
 from cairn.server.error_handlers import to_request_error
@@ -82,6 +84,27 @@ class OutputBuffer:
         return collected if is_due else None
 
 
+class PromptEvents:
+    """Writes outputs in the middle of a stream as they come, to a client that keeps up: `connection`'s, once its first
+    output has been sent. What comes otherwise is to be waited for."""
+
+    __slots__ = ("buffer", "connection", "writer")
+
+    def __init__(self, writer: ResponseWriter) -> None:
+        self.writer, self.buffer = writer, OutputBuffer(writer.body.stream_interval or 1)
+        self.connection: Connection | None = None
+
+    def take(self, prompt: int, output: GenerateOutput) -> bool:
+        """See `TakeOutput`."""
+        connection = self.connection
+        if connection is None or not connection.can_write:
+            return False
+        due = self.buffer.add(prompt, output)
+        if due is not None and (events := self.writer.output_events(prompt, due)):
+            connection.write(b"".join(events))
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """The answers to one HTTP request. `requests`: one for each prompt; `arrival_time`: in seconds of
@@ -101,7 +124,8 @@ class Generation:
         if not self.writer.body.stream:
             content = await cancel_on_disconnect(http.receive, self._write_response())
             return Response(content, media_type="application/json")
-        outputs = self.outputs()
+        prompt_events = PromptEvents(self.writer)
+        outputs = self.outputs(prompt_events.take)
 
         async def next_output() -> PromptOutput:
             return await anext(outputs)
@@ -109,7 +133,7 @@ class Generation:
         # Wait for the first output: until then a failure still has an HTTP status of its own.
         first = await cancel_on_disconnect(http.receive, next_output())
         return EventStream(
-            partial(self._write_events, first, outputs), self.deadline.seconds_left + _LAST_EVENT_SECONDS
+            partial(self._write_events, first, outputs, prompt_events), self.deadline.seconds_left + _LAST_EVENT_SECONDS
         )
 
     async def _write_response(self) -> bytes:
@@ -138,20 +162,29 @@ class Generation:
             is_long = _is_long(output)
         return await self.tokenizer.run(work) if is_long else work()
 
-    async def outputs(self) -> AsyncGenerator[PromptOutput, None]:
+    async def outputs(self, take: TakeOutput | None = None) -> AsyncGenerator[PromptOutput, None]:
         """The engine's outputs, measured. Closing this aborts what is running. Requests that the engine does not take
-        are counted nowhere."""
+        are counted nowhere. `take` is asked for what tells of tokens and nothing else."""
         metrics, body, limit = self.metrics, self.writer.body, self.engine.info.max_model_len
         prompts = {request.request_id: i for i, request in enumerate(self.requests)}
-        meters = {
-            (i, index): RequestMeter(metrics, self.arrival_time, request, index, lengths, limit)
-            for i, (request, lengths) in enumerate((request, list[int]()) for request in self.requests)
-            for index in range(min(request.num_answers, MAX_ANSWERS))  # the core refuses more
-        }
-        outputs = self.engine.generate(*self.requests, seconds=self.deadline.seconds_left)
+        meters = [
+            [
+                RequestMeter(metrics, self.arrival_time, request, index, lengths, limit)
+                for index in range(min(request.num_answers, MAX_ANSWERS))  # the core refuses more
+            ]
+            for request, lengths in ((request, list[int]()) for request in self.requests)
+        ]
+
+        def take_tokens(prompt: int, output: GenerateOutput) -> bool:
+            if take is None or not _has_tokens_alone(output) or not take(prompt, output):
+                return False
+            meters[prompt][output.index].record(output, self.clock.now())
+            return True
+
+        outputs = self.engine.generate(*self.requests, seconds=self.deadline.seconds_left, take=take_tokens)
         outcome, has_begun, is_refused = "abort", False, False
         try:
-            num_open = max(1, len(meters))
+            num_open = max(1, sum(map(len, meters)))
             while num_open:
                 try:
                     output = await anext(outputs)
@@ -170,32 +203,38 @@ class Generation:
                     is_refused = isinstance(failure, QueueFull) and not has_begun
                     raise failure
                 has_begun = True
-                meters[prompt, output.index].record(output, self.clock.now())
+                meters[prompt][output.index].record(output, self.clock.now())
                 num_open -= output.finish_reason is not None
                 yield prompt, _drop_tokens(output) if body.max_tokens == 0 else output
         except CairnError:
             outcome = "error"
             raise
         finally:
-            for meter in () if is_refused else meters.values():
+            for meter in () if is_refused else itertools.chain(*meters):
                 meter.end(outcome)
             if isinstance(outputs, AsyncGenerator):
                 await outputs.aclose()
 
     async def _write_events(
-        self, first: PromptOutput, outputs: AsyncGenerator[PromptOutput, None], write: WriteEvents
+        self,
+        first: PromptOutput,
+        outputs: AsyncGenerator[PromptOutput, None],
+        prompt_events: PromptEvents,
+        write: WriteEvents,
+        connection: Connection | None,
     ) -> None:
         """The whole stream: what an output brings is written at once. A failure on the way is an event of its own."""
-        writer, buffer = self.writer, OutputBuffer(self.writer.body.stream_interval or 1)
+        writer = self.writer
         async with aclosing(outputs):
             writer.announce(*first)
             if opening := writer.opening_events():
                 await write(opening)
             latest: PromptOutput | None = first
+            prompt_events.connection = connection
             try:
                 while latest is not None:
                     prompt, output = latest
-                    if (due := buffer.add(prompt, output)) is not None:
+                    if (due := prompt_events.buffer.add(prompt, output)) is not None:
                         if _is_long(due):
                             events = await self.tokenizer.run(partial(writer.output_events, prompt, due))
                         else:
@@ -209,6 +248,11 @@ class Generation:
             except CairnError as error:
                 closing = writer.error_events(to_request_error(error))
             await write(closing)
+
+
+def _has_tokens_alone(output: GenerateOutput) -> bool:
+    is_told = output.finish_reason is not None or output.transfer is not None
+    return not is_told and output.logprobs is None and output.prompt_logprobs is None
 
 
 def _is_long(output: GenerateOutput) -> bool:
@@ -239,7 +283,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, write_events: Callable[[WriteEvents], Coroutine[Any, Any, None]], seconds: float) -> None:
+    def __init__(
+        self, write_events: Callable[[WriteEvents, Connection | None], Coroutine[Any, Any, None]], seconds: float
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._write_events = write_events
@@ -248,14 +294,16 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with asyncio.timeout(self._seconds):
-                await cancel_on_disconnect(receive, self._send_events(send, get_body_send(scope, send)))
+                await cancel_on_disconnect(receive, self._send_events(scope, send))
         except (ClientDisconnected, TimeoutError, OSError):
             return
 
-    async def _send_events(self, send: Send, send_body: Send) -> None:
+    async def _send_events(self, scope: Scope, send: Send) -> None:
+        send_body = get_body_send(scope, send)
+
         def write(events: Sequence[bytes]) -> Awaitable[None]:
             return send_body({"type": "http.response.body", "body": b"".join(events), "more_body": True})
 
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._write_events(write)
+        await self._write_events(write, get_connection(scope))
         await send_body({"type": "http.response.body", "body": b"", "more_body": False})

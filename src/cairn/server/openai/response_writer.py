@@ -24,11 +24,16 @@ from cairn.server.openai.logprobs import LogprobsFormatter, TextOffsetTracker, c
 from cairn.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from cairn.server.options import AnswerOptions
 
+_MARK = "\0"
+_MARK_JSON = msgspec.json.encode(_MARK)
+"""Stands for a text that is not there yet. No text's JSON has it but this one's."""
+
 
 @dataclass(slots=True)
 class Choice:
     """One answer so far: number `index` of all, to prompt number `prompt`. `message`: of a chat's stream; `offsets`:
-    positions of a completion's tokens in its text."""
+    positions of a completion's tokens in its text; `frame`: what is before and behind the text in an event of a stream
+    that says nothing else, once there has been one."""
 
     index: int
     prompt: int
@@ -40,13 +45,15 @@ class Choice:
     drafts: DraftReport | None = None
     message: ChatMessage | None = None
     offsets: TextOffsetTracker = field(default_factory=TextOffsetTracker)
+    frame: tuple[bytes, bytes] | None = None
 
     def add(self, output: GenerateOutput) -> None:
         self.token_ids += output.token_ids
         self.texts.append(output.text)
-        self.finish_reason = output.finish_reason
-        self.stop_reason = output.stop_reason
-        self.drafts = output.drafts
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.stop_reason = output.stop_reason
+            self.drafts = output.drafts
         if output.logprobs is not None:
             self.logprob_parts.append(output.logprobs)
 
@@ -158,6 +165,10 @@ class ResponseWriter(ABC):
         body = self._write_delta(choice, output)
         if body is None:
             return []
+        if isinstance(body, str):
+            assert choice.frame is not None
+            before, after = choice.frame
+            return [b"%b%b%b" % (before, msgspec.json.encode(body), after)]
         chunk = self._envelope(self.chunk_object, [body])
         # In a stream, `kv_transfer_params` of null would only be in the way.
         if output.kv_transfer_params is not None:
@@ -166,6 +177,10 @@ class ResponseWriter(ABC):
             chunk["system_fingerprint"] = self.system_fingerprint
             if self.is_complete:
                 chunk["cairn"] = self.cache_use()
+        if choice.frame is None and not self.body.return_token_ids and not self._counts_usage:
+            framed = self._envelope(self.chunk_object, [self._write_text(choice, _MARK)])
+            before, _, after = self._chunk_event(framed).partition(_MARK_JSON)
+            choice.frame = before, after
         return [self._chunk_event(chunk)]
 
     def closing_events(self) -> list[bytes]:
@@ -178,10 +193,15 @@ class ResponseWriter(ABC):
         return [encode_event(encode_error(error)), encode_event(b"[DONE]")]
 
     def _chunk_event(self, chunk: dict[str, Any]) -> bytes:
-        options = self.body.stream_options
-        if options is not None and options.continuous_usage_stats and options.include_usage:
+        if self._counts_usage:
             chunk["usage"] = self.usage()
         return encode_event(msgspec.json.encode(chunk))
+
+    @property
+    def _counts_usage(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        options = self.body.stream_options
+        return options is not None and bool(options.continuous_usage_stats and options.include_usage)
 
     @property
     def _includes_usage(self) -> bool:
@@ -240,8 +260,12 @@ class ResponseWriter(ABC):
         """A complete choice."""
 
     @abstractmethod
-    def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | None:
-        """What `output`, which has been added to it, brings to a choice."""
+    def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | str | None:
+        """What `output`, which has been added to it, brings to a choice; a text for what `_write_text` makes of it."""
+
+    @abstractmethod
+    def _write_text(self, choice: Choice, text: str) -> dict[str, Any]:
+        """What a text and nothing else brings to a choice."""
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
@@ -284,15 +308,19 @@ class CompletionWriter(ResponseWriter):
             "routed_experts": None,
         }
 
-    def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | None:
+    def _write_text(self, choice: Choice, text: str) -> dict[str, Any]:
+        absent = ("logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
+        return {"index": choice.index, "text": text, **dict.fromkeys(absent)}
+
+    def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | str | None:
+        if choice.frame is not None and output.finish_reason is None and output.logprobs is None:
+            return output.text or None
         is_first = len(choice.texts) == 1
         text = self._echo(choice) + output.text if is_first else output.text
         logprobs = self._write_logprobs(choice, output.logprobs, is_first=is_first)
-        if not text and logprobs is None and output.finish_reason is None and not self.body.return_token_ids:
+        if not text and logprobs is None and output.finish_reason is None:
             return None
-        return {
-            "index": choice.index,
-            "text": text,
+        return self._write_text(choice, text) | {
             "logprobs": logprobs,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
@@ -392,10 +420,17 @@ class ChatWriter(ResponseWriter):
     def _echoed_text(self) -> str:
         return self.body.echoed_text if isinstance(self.body, ChatRequest) else ""
 
-    def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | None:
+    def _write_text(self, choice: Choice, text: str) -> dict[str, Any]:
+        absent = ("logprobs", "finish_reason", "token_ids")
+        return {"index": choice.index, "delta": {"content": text}, **dict.fromkeys(absent)}
+
+    def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | str | None:
         choice.message = message = choice.message or self.new_message()
-        logprobs, token_ids = self._write_tokens(message, output.logprobs, output.token_ids)
         delta = message.add(output.text, last=output.finish_reason is not None, truncated=choice.is_truncated)
+        is_framed = choice.frame is not None and delta.keys() <= {"content"}
+        if is_framed and output.finish_reason is None and output.logprobs is None:
+            return delta.get("content")
+        logprobs, token_ids = self._write_tokens(message, output.logprobs, output.token_ids)
         if not delta and logprobs is None and token_ids is None and output.finish_reason is None:
             return None
         body = {

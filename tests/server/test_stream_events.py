@@ -1,0 +1,77 @@
+"""Events of a stream, as they are written one by one and in frames that are made once."""
+
+import json
+
+import pytest
+
+from cairn.engine.contract import GenerateOutput, RenderedPrompt
+from cairn.server.openai.chat_message import ChatMessage
+from cairn.server.openai.generate import PromptEvents
+from cairn.server.openai.logprobs import LogprobsFormatter
+from cairn.server.openai.requests import ChatRequest, CompletionRequest
+from cairn.server.openai.response_writer import ChatWriter, CompletionWriter
+from cairn.server.options import AnswerOptions
+from cairn.server.parsers.output_parser import OutputParser
+
+PIECES = ["a", 'b"\\', "\n\0", "", "é🦜\u2028", '","text":', "", "\x7f/"]
+NAME = '\0"\0"\\u0000'
+KINDS = {
+    "completion": (CompletionWriter, CompletionRequest, {"prompt": "x"}),
+    "chat": (ChatWriter, ChatRequest, {"messages": [{"role": "user", "content": "x"}]}),
+}
+
+
+def make_writer(kind, **fields):
+    writer, request, body = KINDS[kind]
+    body = request(**json.loads(json.dumps({**body, "stream": True, **fields})))
+    prompt = RenderedPrompt(token_ids=[1, 2], boundaries=[], text="x")
+    formatter = LogprobsFormatter(lambda token: b"x")
+    new_message = lambda: ChatMessage(OutputParser(), lambda: "id")  # noqa: E731
+    return writer(NAME, 1, NAME, "print", body, [prompt], 2, formatter, new_message, AnswerOptions())
+
+
+def events(writer, keeps_frames):
+    written = []
+    for place, text in enumerate(PIECES * 2):
+        last = {"finish_reason": "stop"} if place >= 2 * len(PIECES) - 2 else {}
+        output = GenerateOutput(request_id="r", index=place % 2, token_ids=[place], text=text, **last)
+        if not keeps_frames:
+            writer.choices[place % 2].frame = None
+        written += writer.output_events(0, output)
+    return written
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"return_token_ids": True}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}],
+)
+def test_a_frame_changes_no_byte(kind, fields):
+    framed, plain = make_writer(kind, **fields), make_writer(kind, **fields)
+    assert events(framed, True) == events(plain, False)
+    assert all((choice.frame is None) == bool(fields) for choice in framed.choices)
+    assert framed.usage() == plain.usage()
+
+
+class Reader:
+    """A connection. `can_write`: whether its client keeps up."""
+
+    def __init__(self):
+        self.can_write, self.written = True, b""
+
+    def write(self, data):
+        self.written += data
+
+
+def test_outputs_are_written_at_once_to_clients_that_keep_up_and_to_no_other():
+    def output(text):
+        return GenerateOutput(request_id="r", token_ids=[1], text=text)
+
+    stream, reader = PromptEvents(make_writer("completion", stream_interval=2)), Reader()
+    assert not stream.take(0, output("a")) and not stream.writer.choices[0].texts, "the stream has not begun"
+    stream.connection = reader
+    assert stream.take(0, output("a")) and stream.take(0, output("b")) and stream.take(0, output("c"))
+    texts = [json.loads(line)["choices"][0]["text"] for line in reader.written.decode().split("data: ")[1:]]
+    assert texts == ["a", "bc"]
+    reader.can_write = False
+    assert not stream.take(0, output("d")) and stream.writer.choices[0].texts == ["a", "bc"]
