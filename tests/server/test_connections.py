@@ -17,9 +17,12 @@ class Wire(asyncio.Transport):
     def __init__(self):
         super().__init__()
         self.written, self.closed, self.aborted, self.unread = b"", False, False, 0
+        self.writes = []
 
     def write(self, data):
         self.written += data
+        if data:  # nothing is no write
+            self.writes.append(data)
 
     def close(self):
         self.closed = True
@@ -265,5 +268,40 @@ def test_pieces_of_a_chunked_response_can_be_written_without_a_task():
         assert not connection.can_write
         connection.connection_lost(None)
         assert connection not in connection.scope.values()
+
+    run(play())
+
+
+def test_the_head_of_a_response_is_one_write_with_what_follows_at_once():
+    """And goes by itself where nothing does, before its connection is closed as well."""
+
+    async def app(scope, receive, send):
+        path = scope["path"]
+        fields = [(b"content-length", b"0")] if path == "/empty" else []
+        await send({"type": "http.response.start", "status": 200, "headers": fields})
+        if path == "/late":
+            await asyncio.sleep(1)
+        if path != "/empty":
+            await send({"type": "http.response.body", "body": b"ab", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def ask(path, fields=b""):
+        connection, wire = await connected(app=app)
+        connection.data_received(GET.replace(b"/ ", path.encode() + b" ", 1).replace(b"\r\n\r\n", fields + b"\r\n\r\n"))
+        await asyncio.sleep(0.5)
+        early = list(wire.writes)
+        await asyncio.sleep(5)
+        connection.connection_lost(None)
+        assert wire.statuses() == [200]
+        return early, wire
+
+    async def play():
+        writes, _ = await ask("/")
+        assert len(writes) == 2 and writes[0].endswith(b"\r\n\r\n2\r\nab\r\n") and writes[1] == b"0\r\n\r\n"
+        early, wire = await ask("/late")
+        assert len(early) == 1 and early[0].endswith(b"\r\n\r\n") and wire.writes[1:] == [b"2\r\nab\r\n", b"0\r\n\r\n"]
+        for fields in (b"", b"\r\nConnection: close"):
+            writes, _ = await ask("/empty", fields)
+            assert len(writes) == 1
 
     run(play())

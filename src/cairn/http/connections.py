@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal
@@ -63,19 +64,36 @@ class ConnectionLimit:
 
 class _Http11(h11.Connection):
     """h11's side of a connection. What it checks and frames of a chunked body is the same for each piece, so its state
-    machine is asked for the first and the last event of a response alone: it takes longer than to send a token."""
+    machine is asked for the first and the last event of a response alone: it takes longer than to send a token.
+
+    A response's head is kept for what follows it, and `on_head` is called: a write of its own would wake the client for
+    nothing, mostly on a core that has better to do."""
 
     is_chunked = False
 
+    def __init__(self, on_head: Callable[[], object]) -> None:
+        super().__init__(h11.SERVER, _MAX_HEAD_BYTES)
+        self._on_head = on_head
+        self._head = b""
+
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         if self.is_chunked and type(event) is h11.Data:
-            return _chunk(event.data) if event.data else b""
+            return self.take_head() + _chunk(event.data) if event.data else b""
         output = super().send(event)
         if type(event) is h11.Response:
-            self.is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in (output or b"").lower()
-        elif type(event) is h11.EndOfMessage:
+            self._head = output or b""
+            self.is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in self._head.lower()
+            self._on_head()
+            return b""
+        if type(event) is h11.EndOfMessage:
             self.is_chunked = False
-        return output
+            return self.take_head() + (output or b"")
+        return self.take_head() + output if output else output
+
+    def take_head(self) -> bytes:
+        """The head of a response that has begun, unless it has gone."""
+        head, self._head = self._head, b""
+        return head
 
 
 def _chunk(data: bytes) -> bytes:
@@ -87,7 +105,8 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, deadlines: ConnectionDeadlines, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.conn: _Http11 = _Http11(h11.SERVER, _MAX_HEAD_BYTES)
+        # What the application sends at once comes before this: then nothing is left.
+        self.conn: _Http11 = _Http11(lambda: self.loop.call_soon(self._send_head))
         self._deadlines = deadlines
         self._limit = limit
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -169,7 +188,11 @@ class Connection(H11Protocol):
 
     def write(self, data: bytes) -> None:
         """A piece of the body, if `can_write`: what ASGI's `send` does, without a task that waits for it."""
-        self.transport.write(_chunk(data))
+        self.transport.write(self.conn.take_head() + _chunk(data))
+
+    def _send_head(self) -> None:
+        if (head := self.conn.take_head()) and not self.transport.is_closing():
+            self.transport.write(head)
 
     # -- the end of a response -------------------------------------------------------------------------------------
 
@@ -193,5 +216,6 @@ class Connection(H11Protocol):
     def close(self) -> None:
         """What has been written still goes out, if the client reads it."""
         self._cancel_timer("head")
+        self._send_head()
         self.transport.close()
         self._start_timer("stall")
