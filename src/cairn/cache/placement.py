@@ -201,11 +201,12 @@ class Auto(PlacementPolicy):
         if facts.exact:
             for position in [p for p in kinds if p % GRID][:MAX_UNALIGNED]:
                 kinds.setdefault(position // GRID * GRID, kinds[position])
-        inner = dict.fromkeys((p for p in facts.recurring if facts.hit < p < n), Kind.GRID)
-        inner |= dict.fromkeys((end.position for end in ends), Kind.INNER_END)
-        for position, kind in inner.items():
-            if not (facts.exact and position % GRID):
-                kinds.setdefault(position, kind)
+        for position in facts.recurring:
+            if facts.hit < position < n and not (facts.exact and position % GRID):
+                kinds.setdefault(position, Kind.GRID)
+        for end in ends:
+            if not (facts.exact and end.position % GRID) and kinds.get(end.position, Kind.GRID) is Kind.GRID:
+                kinds[end.position] = Kind.INNER_END
         unaligned = [p for p in kinds if p % GRID][:MAX_UNALIGNED]
         return {p: kind for p, kind in kinds.items() if p % GRID == 0 or p in unaligned}
 
