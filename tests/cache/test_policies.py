@@ -88,6 +88,22 @@ def test_what_is_earned_is_no_candidate_and_what_is_marked_is_one():
         assert candidates.tolist() == sorted({*range(192, 2000, 64)} - {*fixed.tolist()} | inner)
 
 
+def test_places_off_the_grid_that_recur_come_before_inner_ends():
+    recurring, inner = (1001, 90, 960, 3000, 1501), ends(*range(201, 207), 1501, 1600)
+    facts = PromptFacts(2000, 128, 0, inner, recurring=recurring)
+    candidates = Auto().candidates(facts)[1].tolist()
+    # not what is hit already, nor behind the end, and the prompt's end is one of the six
+    assert [p for p in candidates if p % 64] == [204, 205, 206, 1001, 1501]
+    facts.predicted = dict.fromkeys(candidates, 1.0)
+    kinds = {w.position: w.kind for w in in_chunks("auto", facts, 3)}
+    assert kinds[1001] is Kind.GRID and kinds[1501] is Kind.INNER_END and kinds[960] is Kind.GRID
+    exact = Auto().candidates(PromptFacts(2000, 128, 0, exact=True, recurring=recurring))[1]
+    assert not (exact % 64).any()
+    # of a long prompt not all places of the grid come into question, but these do
+    long = Auto().candidates(PromptFacts(100_000, 0, 0, recurring=(64,)))[1]
+    assert long[:2].tolist() == [64, 256]
+
+
 def test_align_keeps_the_last_boundary_of_each_step():
     facts = PromptFacts(200, 0, 0)
     assert [w.position for w in in_chunks("align", facts, 2, block_size=48)] == [96, 192]

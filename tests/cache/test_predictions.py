@@ -9,6 +9,7 @@ from test_learning import chain, dropped, learner, used
 
 from cairn.cache.audit import audit
 from cairn.cache.checkpoint import Kind, Lineage, Origin
+from cairn.cache.divergence import MAX_DIVERGENCES, DivergenceStats
 from cairn.cache.eviction import DISCOUNT, LeastRecentlyUsed, ValuePerByte
 from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
@@ -76,6 +77,43 @@ def test_a_full_pool_hits_what_nobody_announced_at_the_second_sighting():
     best = sum(share // 64 * 64 for share in shares[20:])
     assert sum(hits[20:]) > 0.8 * best
     audit(cache)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("from_end", [False, True])
+def test_where_prompts_leave_again_and_again_to_the_token_they_hit_to_the_token(from_end, exact):
+    policy = CachePolicy(Auto(), ValuePerByte(), exact)
+    cache = PrefixCache(small_layout(state_bytes=40 * 64 - 8), 1200, policy, clock=ManualClock())
+    rng, lacking = np.random.default_rng(3), []
+    for number in range(1, 60, 2):
+        length = int(rng.integers(400, 600))
+        shared = length - 150 if from_end else 230
+        first, second = (
+            range(10_000 * number, 10_000 * number + length),
+            range(10_000 * number + 5000, 10_000 * number + 5090),
+        )
+        run(cache, first)
+        lacking.append(shared - run(cache, (*first[:shared], *second)).hit)
+    assert cache.pool.num_free < cache.layout.pages_per_checkpoint, "the pool is full"
+    # a state off the grid is of no use to others in exact mode
+    assert (lacking[10:] == [0] * 20) is not exact
+    assert not exact or max(lacking[10:]) < 64
+    audit(cache)
+
+
+def test_places_that_are_never_the_same_do_not_recur():
+    stats, path = DivergenceStats(), Lineage(start=0, end=1000)
+    for position in (*range(100, 900, 10), *[333] * 3):
+        stats.observe(path, position)
+    assert stats.recurring(path) == []
+    for _ in range(8):
+        stats.observe(path, 333)
+    # in both views, and of a path of another length at two positions
+    assert stats.recurring(path) == [333, 333]
+    assert sorted(stats.recurring(Lineage(start=0, end=2000))) == [333, 1333]
+    for _ in range(MAX_DIVERGENCES):
+        stats.observe(path, 500)
+    assert stats.recurring(path) == [500, 500], "what has not come up for long is forgotten"
 
 
 def test_without_a_value_there_is_no_price_and_the_grid_takes_free_pages_alone():

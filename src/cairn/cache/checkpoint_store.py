@@ -232,7 +232,10 @@ class CheckpointStore:
         # no position saves more than all that is computed
         most = (facts.num_tokens - facts.hit) * chance
         may_pay = self.pool.num_free >= size or not most < self.queue.price() < inf
-        places = placement.candidates(facts) if may_pay else None
+        if not may_pay:
+            return
+        facts.recurring = stats.recurring(path)
+        places = placement.candidates(facts)
         if places is None:
             return
         fixed, candidates = places

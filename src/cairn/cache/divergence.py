@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from math import exp, log
 from typing import TypeVar
 
@@ -20,6 +21,9 @@ MAX_DIVERGENCES, MIN_NEW = 512, 8
 PRIOR, DECAY, MIN_WEIGHT = 2.0, 0.99, 0.002
 """How many divergences `_guess` counts for; what is left, after each divergence, of how well a view foretold those
 before; and a view of less weight is left out."""
+
+AGAIN, SHARE_AGAIN = 4, 1 / 32
+"""A place recurs that has come up so often, to the token, and makes up such a part of those that are remembered."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -42,6 +46,7 @@ class DivergenceStats:
         self._recent: deque[tuple[float, ...]] = deque(maxlen=MAX_DIVERGENCES)
         self._views: list[list[float]] = [[], [], []]
         self._arrays: list[Floats] = [np.empty(0)] * 3
+        self._recurring: list[tuple[int, float, int]] = []
         self._scores = [0.0] * 3
         self._weights = [1 / 3] * 3
         self._new = self.version = 0
@@ -60,6 +65,19 @@ class DivergenceStats:
             self._new = 0
             self._arrays = [np.sort(np.array(places)) for places in zip(*self._recent, strict=True)]
             self._views = [view.tolist() for view in self._arrays]
+            self._recurring = sorted(self._find_recurring(), reverse=True)
+
+    def _find_recurring(self) -> Iterator[tuple[int, float, int]]:
+        """How often, where and in which view; no share of a path comes up to the token."""
+        for view in range(2):
+            places, counts = np.unique(self._arrays[view], return_counts=True)
+            often = counts >= max(AGAIN, SHARE_AGAIN * len(self._recent))
+            yield from zip(counts[often].tolist(), places[often].tolist(), repeat(view))
+
+    def recurring(self, path: Lineage) -> list[int]:
+        """Where prompts are likely to leave `path` to the token, since they have left others there again and again: so
+        many from its end, or from the start. The most frequent first; perhaps not on the path at all."""
+        return [int(place) + (path.end, 0)[view] for _, place, view in self._recurring]
 
     def share(self, path: Lineage, start: float, end: float) -> float:
         """The part of all divergences from `path` that are expected at [start, end)."""

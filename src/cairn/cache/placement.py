@@ -5,7 +5,7 @@ A policy sees facts of one prompt and answers with positions inside the chunk at
 scheduling step or a smaller chunk.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
@@ -43,8 +43,8 @@ class PromptFacts:
     """What is known of a prompt when it is admitted: its length, its hit, the longest prefix of it that was ever seen
     (dropped ones included), where its messages and images end (ascending), whether only grid states can be continued
     from, and where else a checkpoint is worth its bytes because later prompts are likely to diverge after it: the worth
-    is that of `EvictionPolicy.priority`; `answer_worth` is that of a point in its answer, `stride` tokens after the one
-    before."""
+    is that of `EvictionPolicy.priority`; `recurring`: positions of `DivergenceStats.recurring`; `answer_worth` is that
+    of a point in its answer, `stride` tokens after the one before."""
 
     num_tokens: int
     hit: int
@@ -52,6 +52,7 @@ class PromptFacts:
     boundaries: tuple[Boundary, ...] = ()
     exact: bool = False
     predicted: Mapping[int, float] = field(default_factory=dict)
+    recurring: Sequence[int] = ()
     answer_worth: float = 0.0
 
     @property
@@ -145,8 +146,8 @@ class Junction(Align):
 
 
 class Auto(PlacementPolicy):
-    """Every position that earns a checkpoint by what it is, and of a grid, for sharing that nobody announced, those
-    where one is worth more than what goes for it.
+    """Every position that earns a checkpoint by what it is, and of a grid and those that recur, for sharing that nobody
+    announced, those where one is worth more than what goes for it.
 
     In exact mode a state off the grid serves only a prompt that ends there, so the grid point below each such
     position is kept with it.
@@ -172,12 +173,16 @@ class Auto(PlacementPolicy):
     def candidates(self, facts: PromptFacts) -> tuple[Ints, Ints]:
         kinds, stride = self._places(facts), facts.stride
         earned = {p for p, kind in kinds.items() if not kind.on_probation}
-        others = {*range((facts.hit // stride + 1) * stride, facts.num_tokens, stride), *(p for p in kinds if p % GRID)}
+        others = {
+            *range((facts.hit // stride + 1) * stride, facts.num_tokens, stride),
+            *(p for p in kinds if p % stride),
+        }
         return np.array(sorted(earned)), np.array(sorted(others - earned), np.int64)
 
     def _places(self, facts: PromptFacts) -> dict[int, Kind]:
         """Every position that is more than one of the grid, the most valuable first; of those off the grid
-        `MAX_UNALIGNED`. Ends of messages and images that are not the last are places like those of the grid."""
+        `MAX_UNALIGNED`. Positions that recur, and ends of messages and images that are not the last, are places like
+        those of the grid."""
         n = facts.num_tokens
         # what lies within the hit is computed by nobody, so it must not use up the positions off the grid
         ends = [boundary for boundary in reversed(facts.boundaries) if facts.hit < boundary.position < n]
@@ -196,9 +201,12 @@ class Auto(PlacementPolicy):
         if facts.exact:
             for position in [p for p in kinds if p % GRID][:MAX_UNALIGNED]:
                 kinds.setdefault(position // GRID * GRID, kinds[position])
+        for position in facts.recurring:
+            if facts.hit < position < n and not (facts.exact and position % GRID):
+                kinds.setdefault(position, Kind.GRID)
         for end in ends:
-            if not (facts.exact and end.position % GRID):
-                kinds.setdefault(end.position, Kind.INNER_END)
+            if not (facts.exact and end.position % GRID) and kinds.get(end.position, Kind.GRID) is Kind.GRID:
+                kinds[end.position] = Kind.INNER_END
         unaligned = [p for p in kinds if p % GRID][:MAX_UNALIGNED]
         return {p: kind for p, kind in kinds.items() if p % GRID == 0 or p in unaligned}
 
