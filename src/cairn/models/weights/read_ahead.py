@@ -29,6 +29,9 @@ _BLIND_PIECE, _MOST_BLIND = 16 << 20, 64 << 20
 """Bytes of a file's beginning that are fetched by one call, and by all, while nobody knows yet what will be wanted
 first."""
 
+_PATIENCE = 600.0
+"""Seconds that the thread waits for whoever reads. Then it ends: what is left is fetched by who touches it."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class FileRange:
@@ -129,7 +132,7 @@ class ReadAhead:
             yield piece
             begun = FileRange(blind.file, 0, piece.end)
         with self._changed:
-            self._changed.wait_for(lambda: self._order is not None or self._stopped)
+            self._changed.wait_for(lambda: self._order is not None or self._stopped, _PATIENCE)
         if self._order is not None:
             places, files = self._order
             total = sum(each.stat().st_size for each in files)
@@ -151,8 +154,10 @@ class ReadAhead:
         if self._fetched >= self._done + _WINDOW:
             with self._changed:
                 self._waits = True
-                self._changed.wait_for(lambda: self._stopped or self._fetched < self._done + _WINDOW)
+                self._changed.wait_for(lambda: self._stopped or self._fetched < self._done + _WINDOW, _PATIENCE)
                 self._waits = False
+            if self._fetched >= self._done + _WINDOW:
+                return False
         self._fetched += num_bytes
         return not self._stopped
 
