@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
+from contextlib import closing, suppress
 
 import httpx
 import pytest
 
 from bench.scripted import DONE, Answer, Server, answer_at, event, send, token, usage, virtually
-from cairn.bench.client import RequestRecord
+from cairn.bench.client import Endpoint, EventLoopClock, HttpSender, RequestRecord
 
 
 def test_times_are_those_of_the_events():
@@ -189,3 +191,43 @@ def test_cancelling_closes_the_stream():
 
     assert virtually(cancelled())
     assert server.open_now == 0
+
+
+def test_a_kept_connection_that_the_server_closes_is_no_failure():
+    """Servers close those that nobody uses for a while, perhaps as a request is on its way. A new one is another
+    matter: who closes that without an answer has failed."""
+
+    async def play(answers):
+        """How many of three requests failed, of how many that came, where connection i answers so many and is closed
+        by the next."""
+        left, came, served = list(answers), [], []
+
+        async def serve(incoming, outgoing):
+            served.append(asyncio.current_task())
+            with suppress(asyncio.IncompleteReadError), closing(outgoing):
+                await answer(incoming, outgoing, left.pop(0))
+
+        async def answer(incoming, outgoing, budget):
+            while head := (await incoming.readuntil(b"\r\n\r\n")).lower():
+                await incoming.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
+                came.append(budget)
+                if not budget:
+                    break
+                budget -= 1
+                body = b"".join(data for _, data in answer_at(0.0).pieces)
+                fields = b"content-type: text/event-stream\r\ncontent-length: %d" % len(body)
+                outgoing.write(b"HTTP/1.1 200 OK\r\n%b\r\n\r\n%b" % (fields, body))
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/completions"
+        async with server, httpx.AsyncClient(trust_env=False) as http:
+            sender = HttpSender(http, Endpoint(url, "completions", "m"), EventLoopClock(), 30.0)
+            failures = [(await sender.send({}, 1)).failure for _ in range(3)]
+        await asyncio.wait(served, timeout=10)
+        return [failure and failure.kind for failure in failures], len(came)
+
+    broken = "connection broken"
+    assert asyncio.run(play([3])) == ([None] * 3, 3)
+    assert asyncio.run(play([1, 1, 1])) == ([None] * 3, 5)
+    assert asyncio.run(play([0, 3])) == ([broken, None, None], 3)
+    assert asyncio.run(play([2, 0, 0])) == ([None, None, broken], 4)

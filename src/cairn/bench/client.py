@@ -278,7 +278,7 @@ class HttpSender:
         failure: Failure | None = None
         try:
             async with asyncio.timeout(self.seconds):
-                await self._read(content, reader)
+                await self._ask(content, reader)
         except _StreamError as error:
             failure = error.failure
         except TimeoutError:
@@ -295,9 +295,27 @@ class HttpSender:
             failure = Failure("connection broken", str(error) or type(error).__name__)
         return self._record(reader, sent, num_tokens, failure or _find_missing(reader))
 
-    async def _read(self, content: bytes, reader: _AnswerReader) -> None:
+    async def _ask(self, content: bytes, reader: _AnswerReader) -> None:
+        """A server may close a connection that is kept at the very moment at which it is used again: then another one
+        is."""
+        steps: set[str] = set()
+
+        async def trace(step: str, info: Mapping[str, Any]) -> None:
+            steps.add(step)
+
+        try:
+            await self._read(content, reader, {"trace": trace})
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            was_kept = "http11.send_request_headers.started" in steps and "connection.connect_tcp.started" not in steps
+            if not was_kept or "http11.receive_response_headers.complete" in steps:
+                raise
+            await self._read(content, reader, {})
+
+    async def _read(self, content: bytes, reader: _AnswerReader, extensions: Mapping[str, Any]) -> None:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **self.endpoint.headers}
-        async with self.http.stream("POST", self.endpoint.url, content=content, headers=headers) as response:
+        async with self.http.stream(
+            "POST", self.endpoint.url, content=content, headers=headers, extensions=dict(extensions)
+        ) as response:
             if response.status_code != 200:
                 raise _StreamError(f"HTTP {response.status_code}", await _error_text(response))
             assert isinstance(response.stream, httpx.AsyncByteStream)

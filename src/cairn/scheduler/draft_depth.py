@@ -208,8 +208,10 @@ class DraftDepth:
     def _credit(self, history: _DraftHistory, steps: float) -> None:
         """A balance that could not bear the deepest draft would keep it from those texts that bear it best: where rows
         take long beside a short decode step, that is more than `_MOST`."""
-        most = max(_MOST, self._extra(self._cost, MAX_DRAFT_TOKENS, history.num_decodes))
-        history.balance = min(most, history.balance + steps)
+        history.balance += steps
+        if history.balance > _MOST:
+            most = max(_MOST, self._extra(self._cost, MAX_DRAFT_TOKENS, history.num_decodes))
+            history.balance = min(most, history.balance)
 
     def _learn(self, history: _DraftHistory, kind: int, num_tokens: int, num_right: int) -> None:
         history.acceptance.add(kind, num_tokens, num_right, _DECAY)
