@@ -30,7 +30,7 @@ _COPY_RATE = 4
 _PANELS_AT_A_TIME = 4
 """Of rows side by side: lines that are read are longer than those that are written."""
 
-_LEAST_IN_BACKGROUND, _LARGEST_IN_BACKGROUND = 1 << 19, 8 << 20
+_LEAST_IN_BACKGROUND, _LARGEST_IN_BACKGROUND = 1 << 19, 4 << 20
 """Bytes of rows that are worth waking another thread, for which those of several matrices are collected, and beyond
 which all threads together are faster."""
 
