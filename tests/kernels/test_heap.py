@@ -1,5 +1,6 @@
 """Memory that steps free comes again without the system."""
 
+import os
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ if sys.argv[1] == "kept":
     keep_freed_memory()
 layer()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
+for _ in range(40):
     layer()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -25,9 +26,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
 def test_blocks_of_activations_are_used_again() -> None:
+    # As glibc begins; it may come to keep blocks by itself, which depends on what lies between them.
+    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
     faults = {}
     for kept in ("kept", "given back"):
-        done = subprocess.run([sys.executable, "-c", PROGRAM, kept], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, kept], capture_output=True, text=True, check=True, env=environ
+        )
         faults[kept] = int(done.stdout)
-    pages = 10 * 3 * (12 << 20) // 4096
-    assert faults["kept"] < pages // 20 < faults["given back"]
+    assert 4 * faults["kept"] < faults["given back"]
