@@ -53,6 +53,14 @@ def test_a_frame_changes_no_byte(kind, fields):
     assert framed.usage() == plain.usage()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_without_a_text_are_told_where_ids_are_asked_for(kind):
+    written = events(make_writer(kind, return_token_ids=True), True)
+    choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in written]
+    told = [(choice["index"], token) for choice in choices for token in choice.get("token_ids") or ()]
+    assert told == [(place % 2, place) for place in range(2 * len(PIECES))]
+
+
 class Reader:
     """A connection. `can_write`: whether its client keeps up."""
 

@@ -318,7 +318,7 @@ class CompletionWriter(ResponseWriter):
         is_first = len(choice.texts) == 1
         text = self._echo(choice) + output.text if is_first else output.text
         logprobs = self._write_logprobs(choice, output.logprobs, is_first=is_first)
-        if not text and logprobs is None and output.finish_reason is None:
+        if not text and logprobs is None and output.finish_reason is None and not self.body.return_token_ids:
             return None
         return self._write_text(choice, text) | {
             "logprobs": logprobs,
