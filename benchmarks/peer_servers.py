@@ -81,7 +81,7 @@ class Peer:
 
     def flags_of(self, place: "Place") -> Sequence[str]:
         """Those of the place's quantization. Raises PeerError where it, or the instruction set, cannot be had."""
-        if place.isa and not any(name in self.line for name in ("{isa}", "{llama_bin}", "{vllm_held}")):
+        if place.isa and not any(name in self.line for name in ("{isa}", "{llama_bin}")):
             raise PeerError(f"{self.name} cannot be held to some instructions: no --isa with it")
         if place.isa and "{vllm_held}" in self.line and place.isa != _VLLM_ISA:
             raise PeerError(f"{self.name} can be held to {_VLLM_ISA} alone: no --isa {place.isa} with it")
@@ -129,7 +129,6 @@ class Place:
             "llama_bin": str(programs_of(self.llama, self.isa or NATIVE)),
             "vllm_bin": str(environment / "bin"),
             "vllm_openmp": str(openmp) if openmp.is_file() else "",
-            "vllm_isa": self.isa,
             "vllm_onednn": self.isa.upper(),
             "vllm_held": str(_VLLM_HELD) if self.isa else "",
             "path": os.environ.get("PATH", os.defpath),
@@ -146,7 +145,7 @@ _SAME_LIMITS = (
 
 # Its threads are the CPUs it is bound to. Intel's OpenMP, which comes with the build, is preloaded as its manual asks.
 _VLLM = (
-    "PATH={vllm_bin}:{path} LD_PRELOAD={vllm_openmp} ATEN_CPU_CAPABILITY={vllm_isa} ONEDNN_MAX_CPU_ISA={vllm_onednn} "
+    "PATH={vllm_bin}:{path} LD_PRELOAD={vllm_openmp} ATEN_CPU_CAPABILITY={isa} ONEDNN_MAX_CPU_ISA={vllm_onednn} "
     "PYTHONPATH={vllm_held} VLLM_CPU_OMP_THREADS_BIND= "
     "VLLM_CPU_KVCACHE_SPACE={cache_gib} VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_HOST_IP=127.0.0.1 "
     "GLOO_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 {vllm_bin}/vllm serve {model} --host 127.0.0.1 --port {port} "

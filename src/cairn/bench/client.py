@@ -311,10 +311,10 @@ class HttpSender:
                 raise
             await self._read(content, reader, {})
 
-    async def _read(self, content: bytes, reader: _AnswerReader, extensions: Mapping[str, Any]) -> None:
+    async def _read(self, content: bytes, reader: _AnswerReader, extensions: dict[str, Any]) -> None:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream", **self.endpoint.headers}
         async with self.http.stream(
-            "POST", self.endpoint.url, content=content, headers=headers, extensions=dict(extensions)
+            "POST", self.endpoint.url, content=content, headers=headers, extensions=extensions
         ) as response:
             if response.status_code != 200:
                 raise _StreamError(f"HTTP {response.status_code}", await _error_text(response))

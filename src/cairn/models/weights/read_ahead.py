@@ -51,6 +51,8 @@ class FileRange:
             yield begin, min(_PIECE, self.end - begin)
 
 
+_NOTHING = FileRange(Path(), 0, 0)
+
 Places = list[tuple[str, FileRange]]
 """Tensors by their names, and where they are."""
 
@@ -85,13 +87,14 @@ class ReadAhead:
         if self._thread is not None:
             return
         # Not on the thread, which would wait for Python after each of these.
-        files, blind = ExitStack(), None
+        files, blind, descriptor = ExitStack(), _NOTHING, -1
         nowhere = open(os.devnull, "wb", buffering=0)  # noqa: SIM115 - the thread closes it
         if file is not None:
             with suppress(OSError):
-                opened = files.enter_context(file.open("rb", buffering=0))
-                blind = FileRange(file, 0, min(os.fstat(opened.fileno()).st_size, _MOST_BLIND)), opened.fileno()
-        self._thread = Thread(target=self._run, args=(nowhere, files, blind), name="cairn-read-ahead", daemon=True)
+                descriptor = files.enter_context(file.open("rb", buffering=0)).fileno()
+                blind = FileRange(file, 0, min(os.fstat(descriptor).st_size, _MOST_BLIND))
+        work = nowhere, files, blind, descriptor
+        self._thread = Thread(target=self._run, args=work, name="cairn-read-ahead", daemon=True)
         self._thread.start()
 
     def reached(self, name: str) -> None:
@@ -110,24 +113,24 @@ class ReadAhead:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, nowhere: BinaryIO, files: ExitStack, blind: tuple[FileRange, int] | None) -> None:
-        """`blind`: what is fetched until it is known what is wanted, and its file's descriptor. Closes the files."""
+    def _run(self, nowhere: BinaryIO, files: ExitStack, blind: FileRange, descriptor: int) -> None:
+        """`blind`: what is fetched until it is known what is wanted, and `descriptor` its file's. Closes the files."""
+        opened = blind.file
         with suppress(OSError, ValueError, LookupError, TypeError), nowhere, files:
-            opened = None if blind is None else (blind[0].file, blind[1])
-            for place in self._ranges(None if blind is None else blind[0]):
-                if opened is None or opened[0] != place.file:
+            for place in self._ranges(blind):
+                if place.file != opened:
                     # One at a time: where files take turns, each turn opens one.
                     files.close()
-                    opened = place.file, files.enter_context(place.file.open("rb", buffering=0)).fileno()
+                    opened, descriptor = place.file, files.enter_context(place.file.open("rb", buffering=0)).fileno()
                 for begin, num_bytes in place.pieces():
                     if not self._wait_for_room(num_bytes):
                         return
-                    os.sendfile(nowhere.fileno(), opened[1], begin, num_bytes)
+                    os.sendfile(nowhere.fileno(), descriptor, begin, num_bytes)
 
-    def _ranges(self, blind: FileRange | None) -> Iterator[FileRange]:
+    def _ranges(self, blind: FileRange) -> Iterator[FileRange]:
         """All that is to be fetched."""
-        begun = FileRange(Path() if blind is None else blind.file, 0, 0)
-        while blind is not None and self._order is None and not self._stopped and begun.end < blind.end:
+        begun = FileRange(blind.file, 0, 0)
+        while self._order is None and not self._stopped and begun.end < blind.end:
             piece = FileRange(blind.file, begun.end, min(_BLIND_PIECE, blind.end - begun.end))
             yield piece
             begun = FileRange(blind.file, 0, piece.end)
@@ -165,14 +168,15 @@ class ReadAhead:
 def _batches(places: Iterable[tuple[str, FileRange]], total: int) -> Iterator[Places]:
     """Each in the order of its files. `total`: bytes of all places, roughly."""
     batch: Places = []
-    num_bytes, enough, left = 0, min(_FIRST_BATCH, _BATCH), total
+    least = min(_FIRST_BATCH, _BATCH)
+    num_bytes, enough, left = 0, least, total
     for each in places:
         batch.append(each)
         num_bytes += each[1].num_bytes
         if num_bytes >= enough:
             yield sorted(batch, key=lambda each: each[1])
             left -= num_bytes
-            batch, num_bytes, enough = [], 0, max(min(2 * enough, _BATCH, left // 2), min(_FIRST_BATCH, _BATCH))
+            batch, num_bytes, enough = [], 0, max(min(2 * enough, _BATCH, left // 2), least)
     yield sorted(batch, key=lambda each: each[1])
 
 
