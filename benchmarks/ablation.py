@@ -25,7 +25,7 @@ from benchmarks.replay_policies import add_trace_flags, trace_files, words
 from rich.console import Console
 from rich.table import Table
 
-from cairn.cache.checkpoint import Lineage
+from cairn.cache.checkpoint import Kind, Lineage
 from cairn.cache.divergence import DivergenceStats
 from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
 from cairn.cache.hazard import BINS, Floats, HazardTable
@@ -104,6 +104,22 @@ class WithoutGrid(Auto):
         return super().in_prefill(replace(facts, predicted={}), start, end)
 
 
+class WithoutRecurring(Auto):
+    """Where prompts have left others again and again, to the token, is no place to choose from."""
+
+    def _places(self, facts: PromptFacts) -> dict[int, Kind]:
+        return super()._places(replace(facts, recurring=()))
+
+
+class WithoutAnswers(Auto):
+    """No position inside an answer is kept."""
+
+    decode_stride = 0
+
+    def in_decode(self, facts: PromptFacts, position: int) -> CheckpointPoint | None:
+        return None
+
+
 ALL = "all"
 TABLE_PARTS = {"ages": WithoutAges, "neighbours": WithoutNeighbours, "gittins": WithoutGittins}
 EVICTION_PARTS = {
@@ -112,10 +128,9 @@ EVICTION_PARTS = {
     "young": WithoutYoung,
     "lineage": WithoutLineage,
 }
-GRID = "grid"
-"""The part of the placement policy that learns."""
+PLACEMENT_PARTS = {"grid": WithoutGrid, "recurring": WithoutRecurring, "answers": WithoutAnswers}
 
-PARTS = (*TABLE_PARTS, *EVICTION_PARTS, GRID)
+PARTS = (*TABLE_PARTS, *EVICTION_PARTS, *PLACEMENT_PARTS)
 POLICIES = (OFFLINE, ALL, *(f"-{part}" for part in PARTS), "gdsf", "lru")
 SHARES = (0.05, 0.10)
 MAX_NUM_BATCHED_TOKENS = 8192
@@ -142,7 +157,8 @@ def cache_policy(name: str) -> CachePolicy:
         raise SystemExit(f"--policies: {name!r} names {unknown[0]!r}, not one of {', '.join(PARTS)}")
     table: type[HazardTable] = without(HazardTable, TABLE_PARTS, off)
     eviction: type[ValuePerByte] = without(ValuePerByte, EVICTION_PARTS, off)
-    return CachePolicy(WithoutGrid() if GRID in off else Auto(), eviction(table()))
+    placement: type[Auto] = without(Auto, PLACEMENT_PARTS, off)
+    return CachePolicy(placement(), eviction(table()))
 
 
 def without(base: type[Any], classes: dict[str, type[Any]], names: list[str]) -> type[Any]:

@@ -142,6 +142,20 @@ def test_without_the_grid_no_predicted_position_is_kept():
         assert any(want.kind is Kind.GRID for want in wanted) is kept
 
 
+def test_without_what_recurs_only_the_grid_is_chosen_from():
+    facts = PromptFacts(1000, 0, 0, recurring=(333,))
+    for name, chosen_from in (("all", True), ("-recurring", False)):
+        _, others = ablation.cache_policy(name).placement.candidates(facts)
+        assert (333 in others) is chosen_from and 320 in others
+
+
+def test_without_answers_none_of_their_positions_is_kept():
+    facts = PromptFacts(1000, 0, 0, answer_worth=1.0)
+    kept = {name: ablation.cache_policy(name).placement for name in ("all", "-answers")}
+    assert kept["all"].in_decode(facts, 1024) is not None and kept["-answers"].in_decode(facts, 1024) is None
+    assert kept["all"].decode_stride == 64 and kept["-answers"].decode_stride == 0, "a decode step is not even asked"
+
+
 def test_frequencies_decay():
     policy = DecayedFrequency(half_life=10)
     old, new = (Checkpoint(Node(None, b"", 0, 0), np.empty(0, np.int32), Kind.GRID, Origin.GRID, "r") for _ in range(2))
