@@ -28,13 +28,9 @@ _PRIOR = 0.1 / np.maximum(1.0, _EDGES[1:])
 Floats = NDArray[np.float64]
 
 
-def _bins(ages: Floats) -> NDArray[np.intp]:
-    """The bin of each age."""
-    return np.minimum(np.searchsorted(_EDGES, ages, side="right") - 1, BINS - 1)
-
-
-_BIN_OF = bytes(_bins(np.arange(OLDEST + 1.0)).tolist())
-"""The bin of each age up to `OLDEST`."""
+_BINS = np.minimum(np.searchsorted(_EDGES, np.arange(OLDEST + 1), side="right") - 1, BINS - 1)
+_BIN_OF = bytes(_BINS.tolist())
+"""The bin of each age up to `OLDEST`: for many at once, and for one."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -66,6 +62,8 @@ class HazardTable:
         self._index: list[list[float]] = [[PSEUDO_HITS / 1000] * BINS]
         # in columns, since there are thousands: row, since when it waits, up to when that has been counted, and its end
         self._waits: Floats = np.full((4, 64), np.inf)
+        # the first three of those that have begun since the last count, by slot
+        self._begun: dict[int, tuple[int, int, int]] = {}
         self._free = list(range(63, -1, -1))
 
     def row(self, kind: Class) -> int:
@@ -97,7 +95,8 @@ class HazardTable:
                 self._free += range(2 * size - 1, size - 1, -1)
                 self._waits = np.concatenate([self._waits, np.full_like(self._waits, np.inf)], axis=1)
         watched.row, watched.slot = self.row(kind), self._free.pop()
-        self._waits[:, watched.slot] = watched.row, watched.since, now, np.inf
+        self._waits[3, watched.slot] = np.inf
+        self._begun[watched.slot] = watched.row, watched.since, now
 
     def use(self, watched: Watched, now: int) -> None:
         """Count a use `now`, from which it waits anew; where its time is not counted, no use is."""
@@ -113,13 +112,15 @@ class HazardTable:
 
     def _count_waits(self, now: int) -> None:
         """Count how long each has waited, all of them at once, and make room for others where waiting is over."""
+        self._waits[:3, list(self._begun)] = np.array([*self._begun.values()], np.float64).reshape(-1, 3).T
+        self._begun.clear()
         (there,) = np.nonzero(self._waits[2] < np.inf)
         rows, since, counted, end = self._waits[:, there]
         self._waits[2, there] = np.where(end < np.inf, np.inf, now)
         self._free += there[end < np.inf].tolist()
         # the time up to its age now, less that up to the age to which it has been counted
         ages, signs = np.concatenate([np.minimum(end, now) - since, counted - since]), np.repeat([1.0, -1.0], len(rows))
-        bins, risk = _bins(ages), self._counts[:, BINS:]
+        bins, risk = _BINS[np.minimum(ages, OLDEST).astype(np.intp)], self._counts[:, BINS:]
         at = np.tile(rows.astype(np.int64), 2) * BINS + bins
         in_last = np.bincount(at, signs * (ages - _EDGES[bins]), risk.size).reshape(risk.shape)
         ended = np.bincount(at, signs, risk.size).reshape(risk.shape)
@@ -163,8 +164,8 @@ class HazardTable:
         known = int(np.flatnonzero(risk[0])[-1]) if risk[0].any() else 0
         for position in range(known + 1, BINS):
             hazards[0, position] = hazards[0, position - 1] * _WIDTHS[position - 1] / _WIDTHS[position] / 2
-        for rows, parents in self._levels:
-            above = hazards[parents]
+        for level, parents in self._levels:
+            above, rows = hazards[parents], np.array(level)
             expected = (above * risk[rows]).sum(axis=1, keepdims=True)
             height = (hits[rows].sum(axis=1, keepdims=True) + self._pseudo_hits) / (expected + self._pseudo_hits)
             least = np.maximum(above * height, 1e-12)
@@ -192,8 +193,10 @@ class HazardTable:
         np.cumprod(survive, axis=0, out=alive[1:])
         np.cumsum(alive[:-1] * (1 - survive) / by_bin, axis=0, out=time[1:])
         index = np.empty(by_bin.shape)
-        for position in range(BINS):
-            gained, waited = alive[position] - alive[position + 1 :], time[position + 1 :] - time[position]
+        for start in range(0, BINS, 8):
+            # eight in one go: where that pairs a bin with an earlier one, less than nothing is gained
+            end = min(start + 8, BINS)
+            gained, waited = alive[start:end, None] - alive[start + 1 :], time[start + 1 :] - time[start:end, None]
             np.divide(gained, np.maximum(waited, 1e-9, out=waited), out=gained)
-            gained.max(axis=0, out=index[position])
+            np.maximum.reduce(gained, axis=1, out=index[start:end])
         return index.T
