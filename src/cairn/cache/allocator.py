@@ -151,11 +151,11 @@ class TreeWriter:
             self.checkpoints.eviction.demote(sequence.match.last_checkpoint_node)
 
     def _insert(self, sequence: SequenceBlocks, upto: int) -> Node:
-        tree = self.checkpoints.tree
-        if sequence.node is not None and sequence.node.end == sequence.committed:
-            node = sequence.node
-        else:
-            node = tree.root(sequence.namespace)
+        tree, start = self.checkpoints.tree, sequence.node
+        # of one that it has matched in part, the one above
+        while start is not None and start.end > sequence.committed:
+            start = start.parent
+        node = tree.root(sequence.namespace) if start is None else start
         position = base = node.end
         new = TokenKey(sequence.tokens.slice(base, upto))
         while position < upto:

@@ -58,11 +58,11 @@ class EvictionQueue:
 
     def push(self, checkpoint: Checkpoint, place: Place | None = None) -> None:
         """Put a checkpoint in, or move it to where it belongs now: to `place`, if that is known."""
-        self.remove(checkpoint)
-        self._version += 1
-        checkpoint.version = self._version
-        self._live[self._version] = checkpoint
-        heapq.heappush(self._heap, (*(place or self._place_of(checkpoint)), self._version, checkpoint))
+        self._live.pop(checkpoint.version, None)
+        version = checkpoint.version = self._version = self._version + 1
+        self._live[version] = checkpoint
+        retained, priority = place or self._place_of(checkpoint)
+        heapq.heappush(self._heap, (retained, priority, version, checkpoint))
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = [entry for entry in self._heap if entry[2] in self._live]
             heapq.heapify(self._heap)
@@ -90,7 +90,7 @@ class EvictionQueue:
 
     def prices(self) -> list[float]:
         """The priorities of those that go next, ascending; approximately, and of a few only."""
-        return sorted(entry[1] for entry in self._heap[:PEEKED] if entry[2] in self._live and not entry[0])
+        return sorted([entry[1] for entry in self._heap[:PEEKED] if entry[2] in self._live and not entry[0]])
 
     def next(self) -> Iterator[Checkpoint]:
         """Those that go next, the first one first, as they were ranked last."""
@@ -316,7 +316,7 @@ class CheckpointStore:
         return checkpoint.node.end - (above.node.end if above is not None else 0)
 
     def _place_of(self, checkpoint: Checkpoint) -> Place:
-        saved, freed = self._saved_tokens(checkpoint), self.freed_bytes(checkpoint)
+        saved, freed = self._saved_tokens(checkpoint), pages_freed(self._layout, checkpoint) * self._layout.page_bytes
         return checkpoint.retained_until is not None, self.eviction.priority(checkpoint, saved, freed)
 
     def _rank(self, checkpoints: Iterable[Checkpoint | None]) -> None:

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from math import exp, log
+from math import exp, inf, log
 from typing import TypeVar
 
 import numpy as np
@@ -89,9 +89,10 @@ class DivergenceStats:
         guess = PRIOR * (_guess(tails[0]) - _guess(tails[1]))
         for weight, places, (scale, shift) in zip(self._weights, self._views, _lines(path), strict=True):
             if weight > MIN_WEIGHT:
-                inside = bisect_left(places, last * scale + shift) - bisect_left(places, first * scale + shift)
-                seen = len(places) - bisect_left(places, begin * scale + shift)
-                total += weight * (inside + guess) / (seen + PRIOR)
+                all_from, there = bisect_left(places, begin * scale + shift), len(places)
+                left = bisect_left(places, first * scale + shift, all_from)
+                right = there if last == inf else bisect_left(places, last * scale + shift, left)
+                total += weight * (right - left + guess) / (there - all_from + PRIOR)
         return total
 
     def shares_from(self, path: Lineage, positions: Ints) -> Floats:

@@ -9,8 +9,6 @@ import secrets
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-import numpy as np
-
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace, SequenceBlocks
 from cairn.cache.view import IntervalView, VisitView
@@ -100,8 +98,8 @@ class Journal:
             interval.lost[reason] = interval.lost.get(reason, 0) + tokens
         for start, end, why in sequence.iter_misses():
             if why not in _NOT_LOST:
-                last = np.ascontiguousarray(sequence.keys[max(0, end - NAMED_TOKENS) : end])
-                self._add_lost(end, last.tobytes(), namespace, why, end - start, now)
+                last = sequence.keys[max(0, end - NAMED_TOKENS) : end].tobytes()
+                self._add_lost(end, last, namespace, why, end - start, now)
 
     def number(self, namespace: Namespace) -> int:
         """The number that stands for a namespace: 0 for the plain one. One that was not used for long may get

@@ -160,7 +160,8 @@ class PrefixCache:
                 self.counters.second_shared += sequence.ever_matched
                 self.counters.second_hits += sequence.hit - sequence.received
             self.counters.reasons[sequence.reason] += 1
-            self.counters.lost.update(sequence.lost)
+            for start, stop, reason in sequence.iter_misses():
+                self.counters.lost[reason] += stop - start
             self.journal.record(sequence)
 
     def await_hits(self, prompts: Iterable[WaitingPrompt]) -> None:

@@ -107,8 +107,10 @@ class PageTable:
 
     def span(self, start: int, end: int) -> GroupPages:
         """The pages that tokens [start, end) touch, as far as they are here: a copy."""
-        part = self.upto(end).span(start, end)
-        return GroupPages(self.group, part.first_token, part.pages.copy())
+        size, start = self.group.tokens_per_page, max(start, self.first_token)
+        if start >= end:
+            return GroupPages(self.group, end, np.empty(0, np.int32))
+        return GroupPages(self.group, start, self._pages[start // size : min(self.length, -(-end // size))].copy())
 
     def whole_pages(self, part: GroupPages) -> GroupPages:
         """The same pages of this table, from the first token on that is the sequence's in the first of them."""
