@@ -179,10 +179,10 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
         raise ConfigError(f"rank {rank} is none of the {local.tp_size} of --tensor-parallel-size")
     check_peers(remote, local)
     _check_states(model, remote, local)
-    if model.attention:
-        _check_block_sizes(model, remote, local)
-    else:
+    if not model.attention:
         _check_equal("page_bytes of a model without attention", remote.page_bytes, local.page_bytes)
+    elif len(model.attention) != len(local.attention_groups):
+        raise ConfigError(f"{len(local.attention_groups)} attention groups, the model has {len(model.attention)}")
     sides = zip(remote.attention_groups, local.attention_groups, strict=True)
     groups = [
         _pair_group(units, (remote, theirs), (local, ours), rank)
@@ -261,15 +261,6 @@ def _unit_bytes(units: AttentionUnits, side: PeerGeometry, group: PeerGroup, nam
             f"holds {held} of {units.kv_heads}, in {units.layers} layers of {tokens} tokens of {units.row_bytes} bytes"
         )
     return side.page_bytes // held
-
-
-def _check_block_sizes(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry) -> None:
-    if len(model.attention) != len(local.attention_groups):
-        raise ConfigError(f"{len(local.attention_groups)} attention groups, the model has {len(model.attention)}")
-    if remote.block_size % local.block_size and local.block_size % remote.block_size:
-        raise ConfigError(
-            f"--block-size {local.block_size} and the peer's {remote.block_size}: one must be a multiple of the other"
-        )
 
 
 def _check_equal(what: str, remote: int, local: int) -> None:

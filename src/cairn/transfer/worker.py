@@ -20,6 +20,9 @@ from cairn.transfer.memory import Fence
 CHUNK_BYTES = 64 << 20
 """Most bytes of one handle: a link may move all of them before a call returns, and cancelling waits for all of them."""
 
+_MOST_RANGES = 1 << 14
+"""Of one handle: short ranges take as long as longer ones."""
+
 _HANDLES = 2
 """Open handles of one read."""
 
@@ -123,10 +126,10 @@ class LinkWorker:
 
 
 def _chunks(descriptors: Descriptors, chunk_bytes: int) -> list[Descriptors]:
-    """Consecutive parts of at most `chunk_bytes`, at least one descriptor each."""
+    """Consecutive parts of at most `chunk_bytes` and `_MOST_RANGES`, at least one descriptor each."""
     if not len(descriptors):
         return []
-    total = np.cumsum(descriptors.num_bytes)
+    total = np.cumsum(np.maximum(descriptors.num_bytes, chunk_bytes // _MOST_RANGES))
     cuts = [0]
     while cuts[-1] < len(descriptors):
         before = int(total[cuts[-1] - 1]) if cuts[-1] else 0
