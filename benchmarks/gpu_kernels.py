@@ -610,7 +610,7 @@ def files_case(name: str, model: Model, operation: str, load: Load, *, layer: bo
 
 
 def copy_cases(name: str, model: Model) -> Iterator[Case]:
-    """Pages copied on write, and those of a server with blocks of 16 tokens laid out in one's own."""
+    """Pages copied on write."""
     runs, row_bytes = model.kv_heads * model.attention_layers * 2, model.head_dim * BF16.itemsize
 
     def pool(num_pages: int, tokens: int) -> Tensor:
@@ -624,18 +624,6 @@ def copy_cases(name: str, model: Model) -> Iterator[Case]:
         moved = 2 * count * runs * PAGE_SIZE * row_bytes
         load = replace(decode(count, 1), name=f"{count} pages")
         yield by_index(Case("copy_pages", name, load, partial(pages, count=count), moved, takes_batch=False))
-
-    def tokens(seed: int, count: int) -> dict[str, Any]:
-        order = np.random.default_rng(seed).permutation(count // PAGE_SIZE)
-        token = np.arange(count)
-        places = order[token // PAGE_SIZE], token % PAGE_SIZE, token // 16, token % 16
-        index = [torch.from_numpy(place).to(DEVICE) for place in places]
-        both = {"target": pool(count // PAGE_SIZE, PAGE_SIZE), "source": pool(count // 16, 16)}
-        return {**both, **dict(zip(("pages", "page_tokens", "slots", "slot_tokens"), index, strict=True))}
-
-    load = replace(prefill(8192), name="8192 tokens of blocks of 16")
-    moved = 2 * 8192 * runs * row_bytes
-    yield by_index(Case("copy_tokens", name, load, partial(tokens, count=8192), moved, takes_batch=False))
 
 
 def moving_cases(name: str, model: Model) -> Iterator[Case]:

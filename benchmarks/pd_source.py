@@ -35,7 +35,7 @@ def main() -> None:
         return links[-1]
 
     pool = filled(np.zeros((share.num_pages, model.layout.page_bytes), np.uint8))
-    memory = RankMemory(HostPool(pool), share.num_pages, model.layout, model.units)
+    memory = RankMemory(HostPool(pool), model.layout, model.units)
     config = KvTransferConfig(host="127.0.0.1", port=0, lease_seconds=600.0, lease_share=1.0)
     transfer = build_transfer(config, memory, model.digest, SystemClock(), make_link=make_link)
     transfer.start(lambda: None)

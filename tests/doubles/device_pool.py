@@ -1,8 +1,8 @@
 """A device that is none, with a pool in it: nothing is at its addresses, so whoever takes them for the host's dies of
 it. Links reach it by `copy_in` and `copy_out`, steps by `numbers`, which are what steps see.
 
-It is as slow as a device may be. Copies wait in a stream and are made one by one, while somebody asks for an event
-behind them; what a link has written is seen by nobody before a copy or an event that was put into the stream after it.
+It is as slow as a device may be. Work waits in a stream and is done piece by piece, while somebody asks for an event
+behind it; what a link has written is seen by nobody before an event that was put into the stream after it.
 """
 
 from collections import deque
@@ -11,10 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.transfer.geometry import GroupPairing
 from cairn.transfer.links.contract import Region
 from cairn.transfer.memory import Fence
-from cairn.transfer.token_copies import TokenCopies, lay_out
 
 __all__ = ["FakeDevicePool", "Stream"]
 
@@ -84,15 +82,6 @@ class FakeDevicePool:
         self._unseen.append((address - _ADDRESS, data))
         if not self._is_late:
             self._show(self._num_written)
-
-    def lay_out(self, pairing: GroupPairing, copies: TokenCopies, first_page: int) -> None:
-        num_written = self._num_written
-
-        def copy() -> None:
-            self._show(num_written)
-            lay_out(pairing, copies, self.numbers[first_page:], self.numbers)
-
-        self.stream.put("copy", copy)
 
     def fence(self) -> Fence:
         num_written = self._num_written

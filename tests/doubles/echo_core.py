@@ -23,9 +23,8 @@ from cairn.engine.transfers.kv_transfer import KvTransfer, RankMemory, build_tra
 from cairn.errors import AuditError, InvalidRequest, ModelError
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
-from cairn.transfer.geometry import AttentionUnits, ModelUnits, geometry_of
+from cairn.transfer.geometry import AttentionUnits, ModelUnits
 from cairn.transfer.memory import HostPool
-from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
 from doubles.byte_tokenizer import END_OF_SEQUENCE, VOCAB_SIZE, ByteTokenizer
 from doubles.echo_runner import EchoRunner, EchoSpecs
@@ -158,9 +157,8 @@ def _transfer(
 ) -> KvTransfer | None:
     if config.kv_transfer is None:
         return None
-    extra = staging_pages_for(_UNITS, geometry_of(layout, 1))
-    pool = np.zeros((num_pages + extra, layout.page_bytes), np.uint8)
-    memory = RankMemory(HostPool(pool), num_pages, layout, _UNITS)
+    pool = np.zeros((num_pages, layout.page_bytes), np.uint8)
+    memory = RankMemory(HostPool(pool), layout, _UNITS)
     name = f"echo {next(_numbers)}"
     settings = config.kv_transfer
     if faults.no_lease_room:

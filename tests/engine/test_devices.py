@@ -641,7 +641,7 @@ def test_all_that_a_gpu_has_left_is_pool_and_states():
 
 
 def test_whatever_is_fixed_is_not_divided():
-    fixed = {"weights": 1, "process": 2, "step": 4, "logits": 8, "images": 16, "graphs": 32, "staging": 64}
+    fixed = {"weights": 1, "process": 2, "step": 4, "logits": 8, "images": 16, "graphs": 32, "host_cache": 64}
     plan = MemoryPlan(on_gpu=True, usable=GIB + 127, slot=SLOT, **fixed)
     assert divide_memory(plan, OPEN, LAYOUT) == replace(divided(OPEN, GIB), usable=GIB + 127, **fixed)
 

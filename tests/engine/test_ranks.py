@@ -223,7 +223,7 @@ def test_all_ranks_replay_a_step_or_none(tiny_model, monkeypatch, num_stop_token
 
 def test_a_configuration_comes_through_whole():
     engine = EngineConfig(model="m", dtype="bfloat16", tensor_parallel_size=3)
-    config = RankConfig(engine=engine, serves_mtp=True, extra_pages=7, rank=2, graphs="a.b:c")
+    config = RankConfig(engine=engine, serves_mtp=True, rank=2, graphs="a.b:c")
     assert frames_of_config().decode(frames_of_config().encode(config)) == config
 
 
@@ -232,7 +232,6 @@ def test_sizes_out_of_range_are_refused():
     for wrong in (
         {"engine": engine.model_copy(update={"tensor_parallel_size": 0})},
         {"engine": engine.model_copy(update={"dtype": "float8"})},
-        {"extra_pages": -1},
         {"step_seconds": 0.0},
     ):
         frame = frames_of_config().encode(RankConfig(**{"engine": engine} | wrong))
@@ -302,9 +301,9 @@ def test_a_rank_launches_a_step_while_the_one_before_it_is_out():
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-def config_of(folder: Path, services=(), extra_pages=0, step_seconds=20.0, **changes) -> RankConfig:
+def config_of(folder: Path, services=(), step_seconds=20.0, **changes) -> RankConfig:
     engine = EngineConfig(**{"model": str(folder), "tensor_parallel_size": 2, "exact": True} | changes)
-    return RankConfig(engine=engine, services=services, extra_pages=extra_pages, step_seconds=step_seconds)
+    return RankConfig(engine=engine, services=services, step_seconds=step_seconds)
 
 
 def build_ranked(config: RankConfig, observe=None, deadlines=DEADLINES) -> RankedRunner:
@@ -355,7 +354,7 @@ def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     services = (RankService("rank_service:page_reader", b"pages"),)
     seen: dict[str, list[torch.Tensor]] = {"processes": [], "threads": []}
-    config = config_of(tiny_model, services=services, extra_pages=3)
+    config = config_of(tiny_model, services=services)
     ranked = build_ranked(config, lambda _, logits: seen["processes"].append(logits.clone()))
     started.append(ranked)
     assert ranked.folder.stat().st_mode & 0o077 == 0
@@ -380,8 +379,8 @@ def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch
     with pytest.raises(ValueError, match=r"pages must be in 0\.\.99"):
         checked.run(StepPlan(10, copies=(PageCopy(0, NUM_PAGES),)))
     assert checked.run(prefill(10)).sampled == threads.run(prefill(10)).sampled
-    assert ranked.local_runner.pool.shape == (NUM_PAGES + 3, layout.page_bytes)
-    assert torch.equal(ranked.local_runner.pool[:NUM_PAGES], threads.runners[0].pool)
+    assert ranked.local_runner.pool.shape == (NUM_PAGES, layout.page_bytes)
+    assert torch.equal(ranked.local_runner.pool, threads.runners[0].pool)
     with zmq.Context() as context, context.socket(zmq.REQ) as asking:
         asking.setsockopt(zmq.RCVTIMEO, 20_000)
         asking.setsockopt(zmq.LINGER, 0)

@@ -99,15 +99,14 @@ def write_kv(module: Any) -> Iterator[Configuration]:
 
 
 def checkpoint_files(module: Any) -> Iterator[Configuration]:
-    """Of files, pages and rows that begin at multiples of 16 bytes; of fewer, which no usual model has, some. A layer
+    """Of files and pages that begin at multiples of 16 bytes; of fewer, which no usual model has, some. A layer
     whose states are convolution windows alone may have spans as short as a tile's rows are then."""
-    files, rows, options = module._files_kernel, module._rows_kernel, {"num_warps": module._NUM_WARPS}
-    numbers = dict.fromkeys(("files", "entries", "targets", "target_tokens", "sources", "source_tokens"), "*i64")
+    files, pages, options = module._files_kernel, module._pages_kernel, {"num_warps": module._NUM_WARPS}
+    numbers = dict.fromkeys(("files", "entries", "targets", "sources"), "*i64")
     tables = {"tile_tensors": "*i32", "pieces": "*i32"}
     ways = ((False, True), (True, True), (True, False))
-    copies = ((True, 128), (True, 256), (True, 512), (False, 98_304))
     for alignment, word in ((16, "*i64"), (8, "*i64"), (4, "*i32"), (2, "*i16"), (1, "*u8")):
-        words = dict.fromkeys(("pool", "first", "second", "third", "target", "source"), word)
+        words = dict.fromkeys(("pool", "first", "second", "third"), word)
         types, aligned = {**numbers, **tables, **words}, {"ALIGNED": alignment == 16}
         for store, chosen in ways if alignment == 16 else ways[:1]:
             variant = {"STORE": store, "CHOSEN": chosen, **aligned, **module._tile(1 << 20, alignment)}
@@ -115,9 +114,8 @@ def checkpoint_files(module: Any) -> Iterator[Configuration]:
         for span_bytes in (128, 256) if alignment == 16 else ():
             variant = {"STORE": True, "CHOSEN": False, **aligned, **module._tile(span_bytes, alignment)}
             yield files, signature(files, "", **types), variant, options
-        for tokens, row_bytes in copies if alignment == 16 else copies[:1]:
-            tile = module._rows_tile(row_bytes + alignment % 16)
-            yield rows, signature(rows, "", **types), {"TOKENS": tokens, **aligned, **tile}, options
+        tile = module._pages_tile(98_304 + alignment % 16)
+        yield pages, signature(pages, "", **types), {**aligned, **tile}, options
     heads, states = module._heads_kernel, {"tensor": "*fp32", "heads": "*i32", "pool_halves": "*i16"}
     for half, head in ((True, (1, 64 * 128)), (False, (64, 128)), (False, (128, 256))):
         types = {**numbers, **states, "pool": "*i16" if half else "*i8"}

@@ -2,6 +2,7 @@
 reference, byte by byte."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -192,24 +193,13 @@ class FileCopy:
         assert moved == (self.entries != ())
 
 
-@dataclass(frozen=True)
-class TokenCopy:
-    """`count` tokens from blocks of 6 into pages of 4, three runs each, all in one pool."""
-
-    row_bytes: int
-    count: int
-
-    def check(self, kernels: Kernels) -> None:
-        before, wanted = any_bytes(4, 14, 12 * self.row_bytes), self._run(reference)
-        torch.testing.assert_close(self._run(kernels), wanted, rtol=0, atol=0)
-        assert not torch.equal(wanted, before)
-
-    def _run(self, kernels: Kernels) -> Tensor:
-        device, generator, first = DEVICES.get(kernels, CPU), torch.Generator().manual_seed(5), 9
-        places = torch.randperm(first * 4, generator=generator)[: self.count]
-        origins = torch.randperm(3 * 6, generator=generator).repeat(2)[: self.count]
-        index = [each.to(device) for each in (places // 4, places % 4, origins // 6, origins % 6)]
-        pool = any_bytes(4, 14, 12 * self.row_bytes).to(device)
-        staged = pool[first:].view(-1)[: 3 * 18 * self.row_bytes].view(3, 3, 6, self.row_bytes)
-        kernels.copy_tokens(pool.view(14, 3, 4, self.row_bytes), *index[:2], staged, *index[2:])
-        return pool.to(CPU)
+def check_page_copies(kernels: Kernels, page_bytes: int, pairs: Sequence[tuple[int, int]]) -> None:
+    """`pairs`: of seven pages, to which one and from which."""
+    targets, sources = (torch.tensor(each, device=DEVICES.get(kernels, CPU)) for each in zip(*pairs, strict=True))
+    before = any_bytes(3, 7, page_bytes)
+    pool = before.clone().to(targets.device)
+    kernels.copy_pages(pool, targets, sources)
+    wanted = before.clone()
+    reference.copy_pages(wanted, targets, sources)
+    torch.testing.assert_close(pool.to(CPU), wanted, rtol=0, atol=0)
+    assert not torch.equal(wanted, before)

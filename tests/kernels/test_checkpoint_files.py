@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cairn.kernels import reference
 from cairn.kernels.checkpoint_files import StateSpan
 from cairn.kernels.contract import Kernels
 from kernels.backends import DEVICES, every_backend
-from kernels.file_copies import CASES, ENCODED, SMALL, FileCopy, TokenCopy, any_bytes
+from kernels.file_copies import CASES, ENCODED, SMALL, FileCopy, any_bytes, check_page_copies
 from kernels.kernel_calls import CPU
 from tiers import first
 
@@ -82,17 +81,4 @@ def test_a_page_may_lie_behind_two_thousand_million_bytes(kernels: Kernels, name
 @pytest.mark.parametrize("page_bytes", [8192 + 256, 256, 24, 20, 6, 5])
 @pytest.mark.parametrize("pairs", [((4, 0),), ((0, 4), (6, 4), (2, 5))], ids=["one page", "one source twice"])
 def test_pages_are_copied(kernels: Kernels, page_bytes: int, pairs: tuple[tuple[int, int], ...]) -> None:
-    targets, sources = (torch.tensor(each, device=DEVICES.get(kernels, CPU)) for each in zip(*pairs, strict=True))
-    before = any_bytes(3, 7, page_bytes)
-    pool = before.clone().to(targets.device)
-    kernels.copy_pages(pool, targets, sources)
-    wanted = before.clone()
-    reference.copy_pages(wanted, targets, sources)
-    assert torch.equal(pool.to(CPU), wanted) and not torch.equal(wanted, before)
-
-
-@every_backend
-@pytest.mark.parametrize("row_bytes", [512, 64, 24, 4, 2, 1])
-@pytest.mark.parametrize("count", [1, 23])
-def test_tokens_are_copied_within_a_pool(kernels: Kernels, row_bytes: int, count: int) -> None:
-    TokenCopy(row_bytes, count).check(kernels)
+    check_page_copies(kernels, page_bytes, pairs)

@@ -19,10 +19,8 @@ if INTERPRETED or ON_GPU or find_spec("triton") is None:
     pytest.skip("kernels are not launched without a GPU", allow_module_level=True)
 
 from cairn.engine import devices
-from cairn.engine.build import _model_units
 from cairn.engine.contract import EngineConfig, SpeculativeConfig
-from cairn.engine.devices import Device, LoadedModel, kept_weights, layout_of
-from cairn.engine.transfers.device_pool import DevicePool, NoStream
+from cairn.engine.devices import Device, LoadedModel, kept_weights
 from cairn.models.registry import open_model
 from cairn.runner.runner import Runner
 from cairn.step import (
@@ -41,13 +39,11 @@ from cairn.step import (
     StepPlan,
     VerifyRow,
 )
-from cairn.transfer.geometry import geometry_of, pair
-from cairn.transfer.token_copies import staging_copies
 from cairn.types import SamplingParams
 from doubles.launching_driver import Launch, launches_recorded
 from models.packed_checkpoints import FORMATS, write_packed
 
-MAX_MODEL_LEN, MOST_TOKENS, MOST_SEQS, NUM_PAGES, EXTRA_PAGES = 5120, 512, 100, 900, 40
+MAX_MODEL_LEN, MOST_TOKENS, MOST_SEQS, NUM_PAGES = 5120, 512, 100, 900
 """Block tables as wide as a multiple of 16, which those of the start-up are not."""
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -112,7 +108,7 @@ class Server:
         loaded._memory = Memory()
         loaded.measure_available_memory()
         clock = SimpleNamespace(now=lambda: 0.0)
-        self.runner: Runner = loaded.allocate(NUM_PAGES, MOST_SEQS, EXTRA_PAGES, None, clock)
+        self.runner: Runner = loaded.allocate(NUM_PAGES, MOST_SEQS, None, clock)
         self.layout, self.vocab_size = self.runner.layout, model.vocab_size
         self.known = {launch.variant for launch in launches}
         self.launches = launches
@@ -214,16 +210,6 @@ class Server:
             self.runner.collect(each.step)
         self._step += 2
 
-    def lay_out(self, block_size: int) -> None:
-        """What comes from a server with blocks of another size."""
-        units = _model_units(self.opened)
-        peer = layout_of(self.config.model_copy(update={"block_size": block_size}), self.opened)
-        (pairing,) = pair(units, geometry_of(peer, 1), geometry_of(self.layout, 1), 0).groups
-        for start, end in ((0, 1), (3, 131)):
-            pages = np.arange(-(-end // self.layout.block_size), dtype=np.int32)
-            copies = staging_copies(pairing, start, end, pages)
-            DevicePool(self.runner.pool, NoStream(), self.runner.kernels).lay_out(pairing, copies, NUM_PAGES)
-
 
 DRAWS = {
     "temperature": {"sampling": SamplingParams(0.8, seed=1)},
@@ -278,8 +264,6 @@ def steps(server: Server) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "an image", partial(step, (), [(0, 12)], images=(picture,))
     yield "a decode behind an image", partial(step, [20], images=(picture,))
     yield "half an image", partial(step, [20], [(4, 9)], images=(picture,))
-    yield "larger blocks of another server", partial(server.lay_out, 64)
-    yield "smaller blocks of another server", partial(server.lay_out, 8)
 
 
 def drafting(server: Server) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -352,9 +336,8 @@ def test_no_products_with_codes_are_either(made_model: Callable[[str], Path], tm
     [
         ("penalties of 1", (devices, "warm_up_plans"), "processors._clear_counts_kernel"),
         ("1 decodes behind 4900", (devices, "warm_up_plans"), "attention._combine_kernel"),
-        ("blocks of another server", (Runner, "_copy_no_tokens"), "checkpoint_files._rows_kernel"),
     ],
-    ids=["penalties", "attention in many parts", "tokens of a transfer"],
+    ids=["penalties", "attention in many parts"],
 )
 def test_what_the_start_leaves_out_is_seen(
     made_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, place: tuple[Any, str], kernel: str

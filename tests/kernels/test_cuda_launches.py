@@ -263,17 +263,14 @@ def test_copies_of_states_that_are_encoded_take_a_second_launch(case: str) -> No
     assert variants_of(launches) == {"checkpoint_files._files_kernel": 4, "checkpoint_files._heads_kernel": 4}
 
 
-@pytest.mark.parametrize("row_bytes", [512, 24])
-def test_copies_of_pages_and_tokens_are_launched(row_bytes: int) -> None:
-    """Of one page and of 17, of one token a page and of several."""
+@pytest.mark.parametrize("page_bytes", [512, 24])
+def test_copies_of_pages_are_launched(page_bytes: int) -> None:
+    """Of one page and of 17."""
     with launches_recorded() as launches:
         for count in (1, 17):
             index = torch.arange(count)
-            cuda.copy_pages(any_bytes(1, 40, row_bytes), index, index + count)
-            for runs, tokens in ((1, 1), (3, 4)):
-                pages = any_bytes(2, 40, runs * tokens * row_bytes).view(40, runs, tokens, row_bytes)
-                cuda.copy_tokens(pages, index, index * 0, pages, index + count, index * 0)
-    assert len(launches) == 6 and variants_of(launches) == {"checkpoint_files._rows_kernel": 2}
+            cuda.copy_pages(any_bytes(1, 40, page_bytes), index, index + count)
+    assert len(launches) == 2 and variants_of(launches) == {"checkpoint_files._pages_kernel": 1}
 
 
 # -- the sampler -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from cairn.kernels.contract import Kernels
 from cairn.kernels.operations import OPERATIONS
 from kernels.backends import BACKENDS, DEVICES, name_of
 from kernels.comparison import check_against_reference
-from kernels.file_copies import CASES, ENCODED, LONG, SMALL, FileCopy, TokenCopy
+from kernels.file_copies import CASES, ENCODED, LONG, SMALL, FileCopy, check_page_copies
 from kernels.fixed_calls import (
     MIXED,
     code_experts_call,
@@ -87,7 +87,7 @@ def check_encoded(case: str, name: str, kernels: Kernels) -> None:
     FileCopy(*ENCODED[case], (3, 0, 2)).check(kernels, name)
 
 
-COPIES: Mapping[str, Callable[[Kernels], None]] = {
+COPIES: Mapping[str, Callable[[Kernels], object]] = {
     "store_states": lambda kernels: FileCopy(SMALL, 256, (3, 0, 2)).check(kernels, "store_states"),
     "load_states": lambda kernels: FileCopy(SMALL, 256, (3, 0, 2)).check(kernels, "load_states"),
     "states longer than a tile's row": lambda kernels: FileCopy(*CASES[LONG], (3, 0, 2)).check(kernels, "load_states"),
@@ -96,7 +96,7 @@ COPIES: Mapping[str, Callable[[Kernels], None]] = {
         for encoding in ("float16", "int8")
         for name in ("store_states", "load_states")
     },
-    "copy_tokens": lambda kernels: TokenCopy(512, 23).check(kernels),
+    "copy_pages": lambda kernels: [check_page_copies(kernels, size, ((0, 4), (6, 4), (2, 5))) for size in (256, 8448)],
 }
 """The same of those that move bytes."""
 
@@ -431,19 +431,25 @@ MUTANTS = (
     Mutant("a scale has all its bits", FILES, "scale & -(2 * _ROW_ROUNDING)", "scale", ENCODED_STORES[1:]),
     Mutant("a scale's second half is its first", FILES, "<< (16 * half[None, :])", "<< 0", ("load_states in int8",)),
     Mutant(
-        "the last tokens are not copied",
+        "the last pages are not copied",
         FILES,
         'triton.cdiv(len(targets), tile["ROWS"])',
         'len(targets) // tile["ROWS"]',
-        ("copy_tokens",),
+        ("copy_pages",),
     ),
-    Mutant("all runs come from the first", FILES, "+ run * source_run_words", "", ("copy_tokens",)),
     Mutant(
-        "tokens come from their block's first place",
+        "the end of a page comes from its beginning",
         FILES,
-        "origin += tl.load(source_tokens + copy, mask=there, other=0) * row_words",
-        "origin += 0",
-        ("copy_tokens",),
+        "column = tl.program_id(1) * COLUMNS",
+        "column = 0",
+        ("copy_pages",),
+    ),
+    Mutant(
+        "pages come from the first one",
+        FILES,
+        "origin = tl.load(sources + copy, mask=there, other=0) * page_words",
+        "origin = copy * 0",
+        ("copy_pages",),
     ),
     Mutant(
         "keys before kv_write_from are written",

@@ -8,7 +8,6 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-import torch
 
 from kernels.backends import BACKENDS, INTERPRETED
 
@@ -30,20 +29,6 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("models") / "qwen3_5"
     make_model("qwen3_5", made)
     return made
-
-
-@pytest.mark.parametrize("blocks", [(64, 16), (16, 64)], ids=str)
-def test_cuda_lays_out_what_the_host_does(blocks):
-    """In the engine here another backend does, because the interpreter is for one thread at a time."""
-    from cairn.engine.transfers.device_pool import DevicePool, NoStream
-    from cairn.transfer.memory import HostPool
-    from engine.test_device_pool import case
-
-    pairing, copies, before, first_page = case(blocks, (3, 131))
-    expected, pool = before.copy(), torch.from_numpy(before.copy())
-    HostPool(expected).lay_out(pairing, copies, first_page)
-    DevicePool(pool, NoStream(), CUDA).lay_out(pairing, copies, first_page)
-    assert np.array_equal(pool.numpy(), expected) and not np.array_equal(expected, before)
 
 
 class Servers:
@@ -100,7 +85,7 @@ def test_cuda_hands_over_and_fetches_the_next_turn_back(servers, alone):
 
 
 def test_ranks_read_and_offer_their_shares(folder, alone, monkeypatch):
-    """D is two processes, each with pages and a link of its own, and lays out what P has in blocks of another size;
+    """D is two processes, each with pages and a link of its own, and reads what P has in blocks of another size;
     then P reads the next turn from both."""
     pytest.importorskip("nixl", reason="the ranks' processes have no other link")
     from cairn.engine.transfers.kv_transfer import nixl_link

@@ -63,8 +63,8 @@ def every_pair_of_sizes_is_taken(model: Model, block_size: int, sizes: Sequence[
         layouts = model.layout(block_size, remote), model.layout(16, local)
         sides = [geometry_of(layout, size) for layout, size in zip(layouts, (remote, local), strict=True)]
         pairings = [pair(model.units, *sides, rank) for rank in range(local)]
-        sources = [each for pairing in pairings for each in (pairing.states, *(g.sources for g in pairing.groups))]
-        assert {rank for each in sources for rank in each.by_rank} <= set(range(remote))
+        owners = [each for pairing in pairings for each in (pairing.states[0], *(g.owners for g in pairing.groups))]
+        assert {rank for each in owners for rank in each.tolist()} <= set(range(remote))
 
 
 def every_share_is_found(model: Model, weights: dict[str, Tensor]) -> None:
@@ -77,11 +77,12 @@ def every_share_is_found(model: Model, weights: dict[str, Tensor]) -> None:
         for rank in range(local.size):
             file, pages = np.zeros_like(local.files[rank]), np.zeros_like(local.pages[rank])
             pairing = pair(units, *sides, rank)
-            for other, ranges in pairing.states.by_rank.items():
-                for theirs, ours, count in zip(*ranges, strict=True):
-                    file[ours : ours + count] = remote.files[other][theirs : theirs + count]
-            for other, ranges in (each for group in pairing.groups for each in group.sources.by_rank.items()):
-                for theirs, ours, count in zip(*ranges, strict=True):
+            for other, theirs, ours, count in pairing.states.T.tolist():
+                file[ours : ours + count] = remote.files[other][theirs : theirs + count]
+            for group, tokens in zip(
+                pairing.groups, (each.tokens_per_page for each in local.layout.groups), strict=True
+            ):
+                for other, theirs, ours, count in group.ranges(0, tokens).T.tolist():
                     pages[:, ours : ours + count] = remote.pages[other][:, theirs : theirs + count]
             close(file[: local.layout.checkpoint_bytes], local.file(rank))
             close(pages, local.pages[rank])

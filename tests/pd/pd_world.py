@@ -23,11 +23,10 @@ from cairn.scheduler.transfers import LeaseQuota, Transfers
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import Peer
 from cairn.transfer.digest import SequenceIndex
-from cairn.transfer.geometry import geometry_of
+from cairn.transfer.geometry import PairedPages, geometry_of
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.memory import HostPool
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.planner import PairedPages, StagingArea, staging_pages_for
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
 from cairn.transfer.session import ConsumerTools
@@ -112,9 +111,8 @@ class Server:
         self.world, self.engine_id, self.alive = world, engine_id, True
         self.layout, model = layout(block_size, world.limited), units(world.limited)
         geometry = geometry_of(self.layout, 1)
-        extra = staging_pages_for(model, geometry)
         noise = np.random.default_rng(port)
-        self.pool = noise.integers(0, 256, (num_pages + extra, self.layout.page_bytes), np.uint8)
+        self.pool = noise.integers(0, 256, (num_pages, self.layout.page_bytes), np.uint8)
         self.runner = PooledRunner(self.layout, self.pool, num_pages, max_num_seqs)
         self.link = world.fabric.link(engine_id)
         memory = HostPool(self.pool)
@@ -126,7 +124,7 @@ class Server:
         self.max_leased_pages = int(num_pages * lease_share)
         limits = _limits(self.max_leased_pages, lease_seconds)
         self.producer = Producer(identity, limits, world.clock, random_bytes, events.put)
-        pages = PairedPages(model, geometry, 0, StagingArea(memory, num_pages, block_size))
+        pages = PairedPages(model, geometry, 0)
         worker = LinkWorker(self.link, pages, memory.fence)
         policy = PeerPolicy()
         ranks = RankedWorker(self.link, worker, ())

@@ -22,7 +22,7 @@ TEXT = np.random.default_rng(3).integers(0, 50, 300).tolist()
 DOCUMENT = (ROOT / "docs" / "pd.md").read_text()
 PAGE_LISTS = (
     *("Offer", "OfferedCheckpoint", "PullSpec", "ReadOrder", "LeaseDemand"),
-    *("Granted", "FetchTarget", "StagedPiece"),
+    *("Granted", "FetchTarget"),
 )
 
 

@@ -1,9 +1,8 @@
-"""Several runners behind the face of one, and the pages that no plan may name."""
+"""Several runners behind the face of one."""
 
 import pytest
 
 from cairn.errors import EngineDead
-from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.step import PageCopy, SampledToken, StepPlan, StepResult, TokenMasks
 from doubles.rank_threads import RankThreads
@@ -73,17 +72,3 @@ def test_rank_0_draws_for_all() -> None:
     assert len(threads.run(driver.writer.plan(1, [row])).sampled) == 1
     assert runners[0]._slot_tensors.last_tokens[0] == runners[1]._slot_tensors.last_tokens[0]
     threads.close()
-
-
-def test_extra_pages_lie_behind_those_of_the_plans() -> None:
-    driver = tiny("M*", exact=False)
-    runner = Runner(driver.model, driver.layout, 20, 2, exact=False, extra_pages=5)
-    assert runner.pool.shape == (25, driver.layout.page_bytes)
-    runner.pool[20:] = 7
-    checked = CheckedRunner(runner, PlanLimits(driver.layout, 20, 2, 97, False))
-    with pytest.raises(ValueError, match=r"pages must be in 0\.\.19"):
-        checked.run(StepPlan(1, copies=(PageCopy(0, 20),)))
-    checked.run(driver.writer.plan(1, [driver.row(driver.sequence(0, 30), prompt(30, 0))]))
-    assert (runner.pool[20:] == 7).all()
-    with pytest.raises(ValueError, match="extra_pages must not be negative: -1"):
-        Runner(driver.model, driver.layout, 20, 2, exact=False, extra_pages=-1)

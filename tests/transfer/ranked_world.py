@@ -9,10 +9,10 @@ import numpy as np
 
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PullSpec
+from cairn.transfer.geometry import PairedPages
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.memory import HostPool
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.planner import PairedPages, StagingArea, staging_pages_for
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker, RankServant
 from cairn.transfer.session import ConsumerTools
@@ -51,14 +51,13 @@ class Content:
 class Rank:
     """One rank's memory and link. `pool`: the kind of its memory."""
 
-    def __init__(self, fabric, name, units, geometry, rank, num_pages, staging_pages, pool=HostPool, **worker):
+    def __init__(self, fabric, name, units, geometry, rank, num_pages, pool=HostPool, **worker):
         self.num_pages, self.geometry, self.rank = num_pages, geometry, rank
-        self.memory = np.full((num_pages + staging_pages, geometry.page_bytes), CANARY, np.uint8)
+        self.memory = np.full((num_pages, geometry.page_bytes), CANARY, np.uint8)
         self.link = fabric.link(name)
         self.pool = pool(self.memory)
         self.link.register(self.pool.region)
-        self.staging = StagingArea(self.pool, num_pages, geometry.block_size) if staging_pages else None
-        self.worker = LinkWorker(self.link, PairedPages(units, geometry, rank, self.staging), self.pool.fence, **worker)
+        self.worker = LinkWorker(self.link, PairedPages(units, geometry, rank), self.pool.fence, **worker)
 
     def store(self, content: Content, num_tokens: int, pages, files) -> None:
         """Put the first tokens into `pages` and checkpoints into {position: pages}."""
@@ -112,20 +111,15 @@ class Engine:
         block_size,
         *,
         num_pages=48,
-        staging_blocks=None,
         max_pages=4096,
         pool=HostPool,
     ):
         self.world, self.name, self.port = world, name, port
         units = naive.model(world.kv_heads, world.state_units)
         self.geometry = naive.geometry(tp_size, block_size, world.kv_heads, world.state_units, HEADER, UNIT_BYTES)
-        extra = staging_pages_for(units, self.geometry)
-        if staging_blocks is not None:
-            extra = staging_blocks * -(-128 // block_size)
         self.num_pages = num_pages
         self.ranks = [
-            Rank(world.fabric, f"{name}-{rank}", units, self.geometry, rank, num_pages, extra, pool)
-            for rank in range(tp_size)
+            Rank(world.fabric, f"{name}-{rank}", units, self.geometry, rank, num_pages, pool) for rank in range(tp_size)
         ]
         self.channels = [memory_rank_channel() for _ in range(tp_size - 1)]
         self.servants = [

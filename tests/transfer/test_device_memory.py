@@ -101,44 +101,6 @@ def test_a_fence_that_is_made_before_the_last_byte_is_none(sizes):
         fenced(reader)
 
 
-def test_a_buffer_is_used_again_when_the_device_has_laid_out_what_was_in_it():
-    """One buffer for two pieces: whoever comes too early reads over bytes that are needed."""
-    reader = Reader(*SIZES["blocks"], alone=True, staging_blocks=1, pool=SEEN_AT_ONCE)
-    rank, taken = reader.d.ranks[0], []
-    assert rank.staging.buffer_pages == 8
-    acquire = rank.staging.acquire
-
-    def acquired(pull):
-        buffer = acquire(pull)
-        if buffer is not None:
-            taken.append(rank.pool.stream.done.count("copy"))
-        return buffer
-
-    rank.staging.acquire = acquired
-    fenced(reader)
-    assert taken == [0, 1] and rank.pool.stream.done.count("copy") == 2
-
-
-def test_one_that_comes_too_early_is_found():
-    reader = Reader(*SIZES["blocks"], alone=True, staging_blocks=1, pool=SEEN_AT_ONCE)
-    rank = reader.d.ranks[0]
-    worker = reader.worker
-
-    def released(read):
-        """Gives buffers back as soon as their copies are under way."""
-        for opened in [opened for opened in read.open_pieces if opened.is_read]:
-            if opened.fence is None:
-                opened.finish()
-                opened.fence = rank.pool.fence()
-                opened.release()
-            if opened.fence():
-                read.open_pieces.remove(opened)
-
-    worker._finish_pieces = released
-    with pytest.raises(AssertionError):
-        fenced(reader)
-
-
 @pytest.mark.parametrize("sizes", SIZES)
 def test_pages_of_a_read_that_is_given_up_are_nobodys_while_the_device_may_write_to_them(sizes):
     reader = on_device(sizes)
@@ -148,7 +110,7 @@ def test_pages_of_a_read_that_is_given_up_are_nobodys_while_the_device_may_write
         assert polled(reader.worker, PullId(1)) is READING
     reader.worker.cancel(PullId(1))
     assert reader.drive() is CANCELLED
-    assert rank.pool.stream.num_waiting == 0 and len(rank.staging._free) == 2
+    assert rank.pool.stream.num_waiting == 0
     rank.memory[:] = CANARY
     rank.pool.fence()
     for _ in range(rank.pool.stream.num_waiting):
@@ -172,10 +134,10 @@ def test_a_whole_transfer_between_gpus_and_cpus(sizes, p, d):
         rank.check_file(content, 300, file)
 
 
-def test_a_peer_that_is_refused_at_the_start_leaves_no_buffer_behind():
+def test_a_peer_that_is_refused_at_the_start_leaves_nothing_behind():
     reader = on_device("blocks")
     rank = reader.d.ranks[0]
     assert isinstance(reader.worker, LinkWorker)
     with pytest.raises(Exception, match="nobody"):
         reader.worker.start(reader.order(ranks=(b"nobody",)))
-    assert len(rank.staging._free) == 2 and len(reader.worker._reads) == rank.pool.stream.num_waiting == 0
+    assert len(reader.worker._reads) == rank.pool.stream.num_waiting == 0

@@ -8,28 +8,21 @@ import itertools
 import random
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import pytest
 
+from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.errors import ConfigError
-from cairn.transfer.contract import PeerGeometry
-from cairn.transfer.geometry import (
-    AttentionUnits,
-    GroupPairing,
-    ModelUnits,
-    Pairing,
-    check_page_lists,
-    geometry_of,
-    pair,
-    staging_pages,
-    state_reads,
-)
-from cairn.transfer.token_copies import lay_out, staging_copies
+from cairn.transfer.contract import Peer, PeerGeometry, PullId, ReadOrder
+from cairn.transfer.geometry import AttentionUnits, ModelUnits, PairedPages, Pairing, geometry_of, pair
+from cairn.transfer.links.contract import LinkError
 from tiers import first_of
 
 SIZES = (1, 2, 4)
 BLOCKS = (16, 32, 64, 128)
+ANY_BLOCKS = (*BLOCKS, 48)
 UNITS = (1, 2, 4, 8)
 LAYERS, ROW = 1, 3
 RUNS = 2 * LAYERS
@@ -145,59 +138,56 @@ def blocks_of(side: PeerGeometry, start: int, end: int, group: int = 0) -> tuple
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
+def order(pairing: Pairing, start: int, end: int, pages, group: int = 0, states=(None, None)) -> ReadOrder:
+    """What is read of tokens [start, end) of one attention group, and of a checkpoint; `pages`: remote and local."""
+    sides = []
+    for side, own in zip((pairing.remote, pairing.local), pages, strict=True):
+        groups = [AttentionGroup("", each.tokens_per_page, each.reach, each.chunked) for each in side.attention_groups]
+        other = [GroupPages(each, end, own[:0]) for each in groups]
+        sides.append((*other[:group], GroupPages(groups[group], start, own), *other[group + 1 :]))
+    ranks = (b"",) * pairing.remote.tp_size
+    return ReadOrder(PullId(1), Peer("p", pairing.remote, ranks), end, *sides, *states)
+
+
+def page_reads(pairing: Pairing, start: int, end: int, remote_pages, local_pages, group: int = 0):
+    """By remote rank what is read of these tokens."""
+    return pairing.reads(order(pairing, start, end, (remote_pages, local_pages), group))
+
+
+def state_reads(pairing: Pairing, remote_state, local_state):
+    """By remote rank what is read of a checkpoint in these pages."""
+    read = ReadOrder(PullId(1), Peer("p", pairing.remote, ()), 0, (), (), remote_state, local_state)
+    return pairing.reads(read)
+
+
 def check_pages(pairing: Pairing, rank: int, values: np.ndarray, start: int, end: int, group: int = 0) -> None:
     """Move tokens [start, end) of an attention group to one rank and look at every byte of its pool."""
-    remote, local, each_page = pairing.remote, pairing.local, pairing.groups[group]
+    remote, local = pairing.remote, pairing.local
+    is_whole = tokens_of(remote, group) == tokens_of(local, group)
     (first, count), (own_first, own_count) = (blocks_of(side, start, end, group) for side in (remote, local))
     remote_pages, local_pages = shuffled(count, count + 3, 1), shuffled(own_count, own_count + 3, 2)
     pools = [store_pages(remote, each, values, first, remote_pages, count + 3, group) for each in range(remote.tp_size)]
-    if each_page.is_staged:
-        memory = by_staging(each_page, (start, end), pools, remote_pages, local_pages)
-    else:
-        memory = Memory.empty(own_count + 3, local.page_bytes)
-        reads = each_page.reads(remote_pages, local_pages)
-        transfer(reads, pools, memory)
-        written = np.zeros_like(memory.writes)
-        written[local_pages] = 1
-        np.testing.assert_array_equal(memory.writes, written)
-        for found in reads.values():
-            assert len(found) == count, "one descriptor a page and rank"
+    memory = Memory.empty(own_count + 3, local.page_bytes)
+    reads = page_reads(pairing, start, end, remote_pages, local_pages, group)
+    transfer(reads, pools, memory)
     expected = np.full_like(memory.bytes, 255)
     heads = units_of(len(values), local.tp_size, rank)
     for token in range(start, end):
         for block, offset, (head, run) in token_addresses(local, heads, token, group, values.shape[1]):
             expected[local_pages[block - own_first], offset : offset + ROW] = values[head, run, token]
-    if each_page.is_staged:
-        np.testing.assert_array_equal(memory.bytes, expected)
-    else:
-        inside = expected != 255
+    inside = expected != 255
+    if is_whole:
+        written = np.zeros_like(memory.writes)
+        written[local_pages] = 1
+        np.testing.assert_array_equal(memory.writes, written)
+        for found in reads.values():
+            assert len(found) == count, "one descriptor a page and rank"
         np.testing.assert_array_equal(memory.bytes[inside], expected[inside])
-
-
-def by_staging(pairing: GroupPairing, span, pools, remote_pages, local_pages) -> Memory:
-    """Through staging in the last pages of the same pool; what is returned leaves these out."""
-    free = len(local_pages) + 3
-    staging = staging_pages(pairing, *span)
-    memory = Memory.empty(free + staging, pairing.page_bytes)
-    reads = pairing.reads(remote_pages, np.arange(free, free + staging))
-    transfer(reads, pools, memory)
-    slot_bytes = len(remote_pages) * pairing.slot_bytes
-    assert (staging - 1) * pairing.page_bytes < slot_bytes <= staging * pairing.page_bytes or not slot_bytes
-    assert not memory.writes[:free].any(), "no page but those of staging is written by a peer"
-    used = pairing.units * pairing.runs * pairing.remote_tokens * pairing.row_bytes
-    slots = memory.writes[free:].reshape(-1)[:slot_bytes].reshape(len(remote_pages), pairing.slot_bytes)
-    assert (slots[:, :used] == 1).all() and not slots[:, used:].any()
-    assert not memory.writes[free:].reshape(-1)[slot_bytes:].any()
-    pieces = max(1, -(-pairing.remote_tokens // pairing.local_tokens))
-    if pairing.unit_bytes > pairing.runs * pairing.local_tokens * pairing.row_bytes:
-        # what a unit leaves at its end is not read
-        pieces *= pairing.units
-    for found in reads.values():
-        assert len(remote_pages) <= len(found) <= len(remote_pages) * pieces
-    copies = staging_copies(pairing, *span, local_pages)
-    assert len(copies) == span[1] - span[0]
-    lay_out(pairing, copies, memory.bytes[free:], memory.bytes)
-    return Memory(memory.bytes[:free], memory.writes[:free])
+    else:
+        np.testing.assert_array_equal(memory.writes, inside)
+        np.testing.assert_array_equal(memory.bytes, expected)
+        pieces = {(token // tokens_of(remote, group), token // tokens_of(local, group)) for token in range(start, end)}
+        assert sum(map(len, reads.values())) <= len(pieces) * len(heads) * values.shape[1], "no run is cut in vain"
 
 
 @pytest.mark.parametrize(("kv_heads", "remote_tp", "local_tp"), UNITS_AND_SIZES)
@@ -221,8 +211,8 @@ def test_equal_sizes_take_one_descriptor_a_page_and_one_a_file_page(tp_size, blo
     pages, file = shuffled(9, 40, 3), shuffled(-(-(7 + 500 * 8 // tp_size) // side.page_bytes), 60, 4)
     for rank in range(tp_size):
         pairing = pair(model(kv_heads, 8), side, side, rank)
-        by_rank = pairing.groups[0].reads(pages, pages[::-1])
-        assert list(by_rank) == list(pairing.states.by_rank) == [rank]
+        by_rank = page_reads(pairing, 0, 9 * block_size, pages, pages[::-1])
+        assert list(by_rank) == list(state_reads(pairing, file, file[::-1])) == [rank]
         reads = by_rank[rank]
         assert len(reads) == 9
         assert (reads.num_bytes == side.page_bytes).all()
@@ -320,14 +310,9 @@ def test_a_model_without_attention_has_no_pages_to_move() -> None:
 
 def test_nothing_to_move_is_no_read() -> None:
     empty = np.empty(0, np.int32)
-    pairing = pair(model(), geometry(1), geometry(1, 64), 0)
-    (group,) = pairing.groups
-    assert group.reads(empty, empty) == {} and staging_pages(group, 40, 40) == 0
-    copies = staging_copies(group, 40, 40, empty)
-    assert len(copies) == 0
-    lay_out(group, copies, np.empty((0, 1), np.uint8), np.empty((0, pairing.local.page_bytes), np.uint8))
-    equal = pair(model(), geometry(1), geometry(1), 0)
-    assert equal.groups[0].reads(empty, empty) == {}
+    for block in (16, 64):
+        pairing = pair(model(), geometry(1), geometry(1, block), 0)
+        assert page_reads(pairing, 40, 40, empty, empty) == page_reads(pairing, 64, 64, empty, empty) == {}
 
 
 # -- which ranks -------------------------------------------------------------------------------------------------------
@@ -342,7 +327,7 @@ def test_as_few_ranks_as_hold_it_and_the_load_spread_evenly(remote_tp, local_tp,
     file_pages = [shuffled(-(-(7 + side.state_bytes) // side.page_bytes), 99, 0) for side in (remote, local)]
     load = dict.fromkeys(range(remote_tp), 0)
     for rank, pairing in enumerate(pairings):
-        page = pairing.groups[0].reads(np.zeros(1, np.int32), np.zeros(1, np.int32))
+        page = page_reads(pairing, 0, 16, np.zeros(1, np.int32), np.zeros(1, np.int32))
         file = state_reads(pairing, *file_pages)
         for reads, total in ((page, kv_heads), (file, state_units)):
             own = set(units_of(total, local_tp, rank))
@@ -365,7 +350,7 @@ def test_random_pairs_move_pages_and_checkpoint(seed: int) -> None:
     kv_heads, state_units = rng.choice(UNITS), rng.choice(UNITS)
     header, unit_bytes = rng.randrange(300), rng.randrange(1, 400)
     remote, local = (
-        geometry(rng.choice(SIZES), rng.choice(BLOCKS), kv_heads, state_units, header, unit_bytes) for _ in range(2)
+        geometry(rng.choice(SIZES), rng.choice(ANY_BLOCKS), kv_heads, state_units, header, unit_bytes) for _ in range(2)
     )
     start = rng.randrange(300)
     end = rng.randrange(start, 400)
@@ -383,13 +368,12 @@ def test_no_range_leaves_its_page() -> None:
             geometry(tp, block, 8, 8, 130, 999) for tp, block in ((remote_tp, remote_block), (local_tp, local_block))
         )
         pairing = pair(model(8, 8), remote, local, local_tp - 1)
-        (group,) = pairing.groups
-        slots = np.arange(staging_pages(group, 0, 1024)) + 5
-        reads = group.reads(shuffled(1024 // remote_block, 64, 0), slots)
+        local_pages = np.arange(1024 // local_block) + 5
+        reads = page_reads(pairing, 0, 1024, shuffled(1024 // remote_block, 64, 0), local_pages)
         for found in reads.values():
             assert (found.remote_offset + found.num_bytes <= remote.page_bytes).all()
             assert (found.local_offset + found.num_bytes <= local.page_bytes).all()
-            assert found.local_page.min() >= 5 and found.local_page.max() < 5 + len(slots)
+            assert found.local_page.min() >= 5 and found.local_page.max() < 5 + len(local_pages)
 
 
 # -- what cannot be --------------------------------------------------------------------------------------------------
@@ -414,7 +398,6 @@ def test_no_range_leaves_its_page() -> None:
         ),
         (model(), geometry(1, unit_bytes=8), geometry(1, unit_bytes=9), 0, "bytes of a state unit: 8 at the peer, 9"),
         (model(), geometry(1), geometry(2), 2, "rank 2 is none of the 2"),
-        (model(), geometry(1, 48), geometry(1, 32), 0, "--block-size 32 and the peer's 48"),
         (model(), PeerGeometry(16, 192, 1, 7, 50, 1), geometry(1), 0, "the peer's pages have 1 kv heads in 192 bytes"),
         (model(), PeerGeometry(16, 102, 1, 7, 50, 1), geometry(1), 0, "the peer's pages have 1 kv heads in 102 bytes"),
         (
@@ -446,20 +429,64 @@ def test_other_attention_groups_are_refused_by_name() -> None:
 
 
 def test_lists_of_the_wrong_length_are_refused() -> None:
-    whole, unequal_blocks = (pair(model(), geometry(1), geometry(1, block), 0) for block in (16, 64))
-    (equal,), (unequal,) = whole.groups, unequal_blocks.groups
+    equal, unequal = (pair(model(), geometry(1), geometry(1, block), 0) for block in (16, 64))
     two, three = np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32)
-    with pytest.raises(ValueError, match="remote_pages lists 2 pages, tokens \\[10, 40\\) take 3"):
-        check_page_lists(equal, 10, 40, two, three)
-    with pytest.raises(ValueError, match="local_pages lists 2 pages"):
-        check_page_lists(equal, 10, 40, three, two)
-    with pytest.raises(ValueError, match="local_pages lists 3 pages, tokens \\[0, 64\\) take 1"):
-        check_page_lists(unequal, 0, 64, np.arange(4, dtype=np.int32), three)
-    with pytest.raises(ValueError, match="remote_pages lists 3 pages"):
-        check_page_lists(unequal, 0, 64, three, three[:1])
-    with pytest.raises(ValueError, match="remote_state lists 2 pages, a checkpoint takes 1"):
-        state_reads(whole, two, two[:1])
-    with pytest.raises(ValueError, match="local_state lists 3 pages, a checkpoint takes 1"):
-        state_reads(whole, two[:1], three)
-    with pytest.raises(ValueError, match="are no range"):
-        check_page_lists(equal, 40, 10, two, two)
+    for pairing, start, end, remote, local, words in (
+        (equal, 10, 40, two, three, "remote_pages lists 2 pages, tokens \\[10, 40\\) take 3"),
+        (equal, 10, 40, three, two, "local_pages lists 2 pages"),
+        (unequal, 0, 64, np.arange(4, dtype=np.int32), three, "local_pages lists 3 pages, tokens \\[0, 64\\) take 1"),
+        (unequal, 0, 64, three, three[:1], "remote_pages lists 3 pages"),
+        (equal, 40, 10, two, two, "are no range"),
+    ):
+        with pytest.raises(LinkError, match=words):
+            page_reads(pairing, start, end, remote, local)
+    with pytest.raises(LinkError, match="remote_state lists 2 pages, a checkpoint takes 1"):
+        state_reads(equal, two, two[:1])
+    with pytest.raises(LinkError, match="local_state lists 3 pages, a checkpoint takes 1"):
+        state_reads(equal, two[:1], three)
+
+
+# -- orders ------------------------------------------------------------------------------------------------------------
+
+
+def order_from(remote: PeerGeometry, *, ranks=None, local_pages: int = 25) -> ReadOrder:
+    """Of 400 tokens, for a server with blocks of 16."""
+    pairing = Pairing(remote, geometry(1), (), np.zeros((4, 0), np.int64))
+    lists = np.arange(-(-400 // remote.block_size)), np.arange(local_pages)
+    read = order(pairing, 0, 400, lists)
+    return read if ranks is None else msgspec.structs.replace(read, peer=Peer("p", remote, ranks))
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"remote": geometry(1, 64, header=8)}, "header_bytes: 8 at the peer, 7 here"),
+        ({"remote": geometry(1, 64), "local_pages": 24}, "local_pages lists 24 pages"),
+        ({"remote": geometry(2, 16), "local_pages": 24}, "local_pages lists 24 pages"),
+        ({"remote": geometry(2, 64), "ranks": (b"r0",)}, "the peer describes 1 ranks and has 2"),
+        ({"remote": geometry(1, 64), "ranks": ()}, "the peer describes 0 ranks and has 1"),
+    ],
+)
+def test_a_peer_that_does_not_fit_is_refused_in_words(changed, why) -> None:
+    plan = PairedPages(model(), geometry(1), 0)
+    with pytest.raises(LinkError, match=why):
+        plan(order_from(**changed))
+
+
+def test_own_sizes_that_cannot_hold_the_model_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="kv heads"):
+        PairedPages(model(4), geometry(1), 0)
+    with pytest.raises(ConfigError, match="rank 1"):
+        PairedPages(model(), geometry(1), 1)
+
+
+def test_what_follows_from_a_peer_is_worked_out_once_and_forgotten_in_time(monkeypatch) -> None:
+    plan, made = PairedPages(model(), geometry(1), 0), []
+    monkeypatch.setattr("cairn.transfer.geometry.pair", lambda *args: made.append(args) or pair(*args))
+    for _ in range(3):
+        plan(order_from(geometry(1, 64)))
+    assert len(made) == 1
+    for tp_size in range(2, 100):
+        plan(order_from(geometry(tp_size, 64)))
+    plan(order_from(geometry(1, 64)))
+    assert len(made) == 1 + 98 + 1 and plan._pairing.cache_info().currsize == 64

@@ -15,7 +15,7 @@ from cairn.transfer.contract import PeerGeometry, PeerGroup
 from cairn.transfer.geometry import AttentionUnits, ModelUnits, geometry_of, pair
 from cairn.transfer.session import explain_layouts
 from tiers import first_of
-from transfer.test_geometry import ROW, check_pages, key_values
+from transfer.test_geometry import ROW, check_pages, key_values, page_reads
 
 ATTENTION = ((2, 2, None, False), (5, 4, 40, False), (3, 2, 64, True))
 """Of each group the layers, kv heads, reach, and whether it is a chunk."""
@@ -101,6 +101,9 @@ def test_reads_of_equal_sizes_are_pages_and_nothing_else():
     for tp_size, block in itertools.product(SIZES, BLOCKS):
         side = geometry(tp_size, block)
         for rank in range(tp_size):
-            for group in pair(MODEL, side, side, rank).groups:
-                assert list(group.sources.by_rank) == [rank] and not group.is_staged
-                assert [each.tolist() for each in group.sources.by_rank[rank]] == [[0], [0], [side.page_bytes]]
+            pairing = pair(MODEL, side, side, rank)
+            for group, tokens in enumerate(each.tokens_per_page for each in side.groups):
+                one = np.zeros(1, np.int32)
+                (found,) = page_reads(pairing, 0, tokens, one, one + 1, group).items()
+                assert found[0] == rank and (found[1].remote_page, found[1].local_page) == ([0], [1])
+                assert (found[1].remote_offset, found[1].local_offset, found[1].num_bytes) == (0, 0, side.page_bytes)

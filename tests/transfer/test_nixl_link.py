@@ -294,7 +294,7 @@ class Agents:
 @pytest.mark.parametrize(("p", "d"), [((1, 64), (2, 16)), ((2, 16), (2, 16))])
 def test_several_ranks_and_other_block_sizes_over_real_links(p, d):
     agents = Agents()
-    world = RankedWorld(p, d, kv_heads=2, links=agents, sides={"num_pages": 96, "staging_blocks": 2})
+    world = RankedWorld(p, d, kv_heads=2, links=agents, sides={"num_pages": 96})
     content, prompt, count, k = world.content(400), keys(400), world.p.pages_of(400), world.p.pages_per_file
     offer = offer_of(world.p, content, prompt, range(count), {400: range(count, count + k)})
     reference = world.p.door.offer(offer)

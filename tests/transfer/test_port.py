@@ -23,7 +23,7 @@ from cairn.transfer.contract import (
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Descriptors, LinkError, ReadState, Region
 from cairn.transfer.memory import HostPool
-from cairn.transfer.worker import LinkWorker
+from cairn.transfer.worker import CHUNK_BYTES, LinkWorker, _chunks
 from doubles.memory_link import Fault
 from transfer.parts import parts, polled
 from transfer.scheduler_side_contract import SchedulerSideContract
@@ -148,6 +148,13 @@ def test_every_chunk_size_moves_every_page_once_and_is_kept(chunk_bytes, monkeyp
     )
     # A page is never cut, so one larger than the chunk is a handle of its own.
     assert max(sizes) == min(max(chunk_bytes // PAGE_BYTES, 1), 10) * PAGE_BYTES
+
+
+def test_a_handle_has_no_more_short_ranges_than_a_link_moves_in_the_time_of_a_whole_one():
+    count = 40_000
+    columns = [np.zeros(count, np.int64)] * 4
+    chunks = _chunks(Descriptors(*columns, num_bytes=np.full(count, 256)), CHUNK_BYTES)
+    assert [len(chunk) for chunk in chunks] == [16_384, 16_384, 7_232]
 
 
 def test_a_peer_that_dies_between_two_chunks_fails_the_read():

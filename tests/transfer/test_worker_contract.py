@@ -1,4 +1,4 @@
-"""What everything that carries out reads must do: one rank or several, straight into pages or by way of staging."""
+"""What everything that carries out reads must do: one rank or several, of equal sizes or of others."""
 
 import pytest
 
@@ -17,9 +17,8 @@ TOKENS = 200
 class Reader:
     """A worker of engine `d`, and orders that read from engine `p`."""
 
-    def __init__(self, p, d, *, alone, staging_blocks=2, pool=HostPool, **fabric):
-        sides = {"staging_blocks": staging_blocks}
-        self.world = World(p, d, kv_heads=2, sides=sides, pools=(pool, pool), **fabric)
+    def __init__(self, p, d, *, alone, pool=HostPool, **fabric):
+        self.world = World(p, d, kv_heads=2, pools=(pool, pool), **fabric)
         self.p, self.d = self.world.p, self.world.d
         self.content = self.world.content(TOKENS)
         self.p.store(self.content, TOKENS, range(self.p.pages_of(TOKENS)), {})
@@ -49,19 +48,18 @@ class Reader:
         with pytest.raises(AssertionError, match="no read"):
             polled(self.worker, PullId(pull))
         for rank in self.d.ranks:
-            assert rank.link.num_open == len(rank.worker._reads) == len(rank.staging._waiting) == 0
-            assert len(rank.staging._free) == 2
+            assert rank.link.num_open == len(rank.worker._reads) == 0
 
 
 KINDS = {
     "one rank, equal sizes": ((1, 16), (1, 16), True),
     "one rank on a device": ((1, 16), (1, 16), True),
     "one rank, fewer than the peer has": ((2, 16), (1, 16), True),
-    "one rank, staging": ((1, 64), (1, 16), True),
-    "one rank on a device, staging": ((1, 64), (1, 16), True),
+    "one rank, other blocks": ((1, 64), (1, 16), True),
+    "one rank on a device, other blocks": ((1, 64), (1, 16), True),
     "all ranks of one": ((1, 16), (1, 16), False),
     "two ranks, equal sizes": ((2, 16), (2, 16), False),
-    "two ranks, staging": ((1, 16), (2, 64), False),
+    "two ranks, other blocks": ((1, 16), (2, 64), False),
 }
 
 

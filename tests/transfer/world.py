@@ -23,13 +23,12 @@ from cairn.transfer.contract import (
     PullSpec,
     num_range_pages,
 )
-from cairn.transfer.geometry import AttentionUnits, ModelUnits
+from cairn.transfer.geometry import AttentionUnits, ModelUnits, PairedPages
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Region
 from cairn.transfer.memory import HostPool
 from cairn.transfer.params import parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
-from cairn.transfer.planner import PairedPages
 from cairn.transfer.producer import Producer
 from cairn.transfer.session import ConsumerTools
 from cairn.transfer.worker import LinkWorker

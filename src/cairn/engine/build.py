@@ -65,8 +65,7 @@ from cairn.scheduler.state import SchedulerConfig
 from cairn.scheduler.transfers import Transfers
 from cairn.tiers.ranks import RankedTierMemory
 from cairn.transfer.digest import layout_hash
-from cairn.transfer.geometry import AttentionUnits, ModelUnits, geometry_of
-from cairn.transfer.planner import staging_pages_for
+from cairn.transfer.geometry import AttentionUnits, ModelUnits
 from cairn.types import Clock, SystemClock
 
 __all__ = ["build_core", "make_drafter"]
@@ -109,7 +108,7 @@ def build_core(
         ranks, sizes = builder.build_ranks(observe, make_graphs)
     vocab_size = opened.config.vocab_size
     eos_token_ids = opened.eos_token_ids(tokenizer.eos_token_id, *tokenizer.harmony_ends)
-    transfer = builder.build_transfer(ranks, sizes.num_pages, make_link)
+    transfer = builder.build_transfer(ranks, make_link)
     image_keys = _image_keys(ranks.local_runner, opened, tokenizer)
     side_channel = None if transfer is None else join_host_port(transfer.host, transfer.side_port)
     info = builder.engine_info(placement, sizes, side_channel, reads_images=image_keys is not None)
@@ -170,13 +169,13 @@ class _CoreBuilder:
     ) -> tuple[_Ranks, RankSizes]:
         """The runner, and the sizes of pool and slots: where there is no GPU they are known before weights are read."""
         config, opened, device = self.config, self.opened, self.device
-        tp_size, extra = config.tensor_parallel_size, self._extra_pages()
+        tp_size = config.tensor_parallel_size
         sizes = None if device.is_gpu else self._size_up(None)
         if tp_size == 1:
             model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
             loaded_model = LoadedModel(config, opened, device, model, open_encoder(config, opened, device), make_graphs)
             sizes = sizes or self._size_up(loaded_model.measure_available_memory())
-            runner = loaded_model.allocate(sizes.num_pages, sizes.num_slots, extra, observe, self.clock)
+            runner = loaded_model.allocate(sizes.num_pages, sizes.num_slots, observe, self.clock)
             return _Ranks(runner, runner), sizes
         services: tuple[RankService, ...] = ()
         if config.kv_transfer is not None:
@@ -190,7 +189,6 @@ class _CoreBuilder:
         ranks = RankConfig(
             engine=config,
             serves_mtp=opened.config.serves_mtp,
-            extra_pages=extra,
             step_seconds=_STEP_SECONDS,
             services=services,
             graphs=graphs,
@@ -200,13 +198,13 @@ class _CoreBuilder:
             ranked = loaded.allocate(sizes, observe)
         return _Ranks(ranked, ranked.local_runner, ranked.folder), sizes
 
-    def build_transfer(self, ranks: _Ranks, num_pages: int, make_link: MakeLink) -> KvTransfer | None:
+    def build_transfer(self, ranks: _Ranks, make_link: MakeLink) -> KvTransfer | None:
         """None for a server that neither gives nor takes pages."""
         config, runner, tp_size = self.config, ranks.local_runner, self.config.tensor_parallel_size
         if config.kv_transfer is None:
             return None
-        pool = open_pool(runner.pool, runner.kernels, on_host=self.device.backend is None)
-        memory = RankMemory(pool, num_pages, runner.layout, _model_units(self.opened), tp_size=tp_size)
+        pool = open_pool(runner.pool)
+        memory = RankMemory(pool, runner.layout, _model_units(self.opened), tp_size=tp_size)
         content = layout_hash(self._content_facts())
         sockets = None if ranks.folder is None else RankSockets(ranks.folder, tp_size)
         channels = () if sockets is None else sockets.channels
@@ -310,9 +308,8 @@ class _CoreBuilder:
         """`available_memory`: bytes that a GPU has left beside the weights; None for the machine's memory. Raises
         ConfigError for a pool or a length that does not fit."""
         config, layout = self.config, self.layout
-        staging = self._extra_pages() * layout.page_bytes
         if available_memory is not None:
-            plan = MemoryPlan(on_gpu=True, usable=available_memory, staging=staging)
+            plan = MemoryPlan(on_gpu=True, usable=available_memory)
         else:
             weights, images = self._host_bytes()
             plan = MemoryPlan(
@@ -320,7 +317,6 @@ class _CoreBuilder:
                 usable=self.machine.available_memory(),
                 weights=weights,
                 images=images,
-                staging=staging * config.tensor_parallel_size,
                 host_cache=int(config.host_cache_bytes or 0),
             )
         spec = self.opened.config.cache_spec(0, config.tensor_parallel_size).memory_spec(
@@ -341,12 +337,6 @@ class _CoreBuilder:
         if layout.state_dtype != "float32":
             facts["state_dtype"] = layout.state_dtype
         return facts
-
-    def _extra_pages(self) -> int:
-        """Pages of each rank after the pool, for what comes from other servers."""
-        if self.config.kv_transfer is None:
-            return 0
-        return staging_pages_for(_model_units(self.opened), geometry_of(self.layout, self.config.tensor_parallel_size))
 
     def _host_bytes(self) -> tuple[int, int]:
         """Weights, with the vision tower's, and encoded images that are kept, on all ranks together. Raises

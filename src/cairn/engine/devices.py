@@ -427,13 +427,12 @@ class LoadedModel:
         self,
         num_pages: int,
         num_slots: int,
-        extra_pages: int,
         observe: Observe | None,
         clock: Clock,
         barrier: Barrier = no_barrier,
     ) -> Runner:
-        """A runner with memory of these sizes and with graphs. `extra_pages`: after the pool, for what comes from
-        other servers. Raises ConfigError, and EngineDead when another rank is lost meanwhile."""
+        """A runner with memory of these sizes and with graphs. Raises ConfigError, and EngineDead when another rank is
+        lost meanwhile."""
         config = self._config
         with explain_out_of_memory(self._device):
             runner = Runner(
@@ -443,7 +442,6 @@ class LoadedModel:
                 num_slots,
                 config.exact,
                 observe,
-                extra_pages,
                 self._vision,
                 self._max_model_len,
             )

@@ -56,7 +56,7 @@ class MemoryPlan:
     `usable`: what there is to be divided, None where nothing tells. Of it take `weights` their share, with the vision
     tower's; `process`: what CUDA itself and other processes take; `step`: the most that a step takes beside all that is
     kept; `logits`, with what is made of them to draw tokens; `images`: encoded ones that are kept; `graphs`: CUDA
-    graphs; `staging`: the pages after the pool, for what comes from other servers; `host_cache`: the tier below it.
+    graphs; `host_cache`: the tier below the pool.
 
     `slot`: what a running request takes on a rank besides pages; `num_slots`: requests computed at once, and one slot
     more is there for rows that are nobody's; `pool`: of each rank.
@@ -70,7 +70,6 @@ class MemoryPlan:
     logits: int = 0
     images: int = 0
     graphs: int = 0
-    staging: int = 0
     host_cache: int = 0
     slot: int = 0
     num_slots: int = 0
@@ -80,7 +79,7 @@ class MemoryPlan:
     def fixed(self) -> int:
         """All but pool and slots."""
         named = self.weights + self.process + self.step + self.logits + self.images
-        return named + self.graphs + self.staging + self.host_cache
+        return named + self.graphs + self.host_cache
 
     @property
     def left(self) -> int:

@@ -242,10 +242,3 @@ def load_states(
 def copy_pages(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
     """See `Kernels.copy_pages`."""
     pool[targets] = pool[sources]
-
-
-def copy_tokens(
-    target: Tensor, pages: Tensor, page_tokens: Tensor, source: Tensor, slots: Tensor, slot_tokens: Tensor
-) -> None:
-    """See `Kernels.copy_tokens`."""
-    target[pages, :, page_tokens] = source[slots, :, slot_tokens]

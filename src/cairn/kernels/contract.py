@@ -349,14 +349,6 @@ class Kernels(Protocol):
         """Whole pages of pool [pages, page_bytes], uint8 and contiguous. targets and sources int64 [n], n at least 1:
         targets are all different, and none of them is a source."""
 
-    def copy_tokens(
-        self, target: Tensor, pages: Tensor, page_tokens: Tensor, source: Tensor, slots: Tensor, slot_tokens: Tensor
-    ) -> None:
-        """target[pages[i], :, page_tokens[i]] = source[slots[i], :, slot_tokens[i]] of every i: target [page, run,
-        token, row] and source [slot, run, token, row], both uint8, each page and slot contiguous, which may be parts of
-        one pool; the others int64 [n], n at least 1. Places that are written are all different, and none of them is
-        read."""
-
 
 class ExactKernels(Kernels, Protocol):
     """A backend for `--exact`: in float32 a row has the same bits whatever the batch that it is in."""

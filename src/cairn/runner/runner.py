@@ -85,8 +85,7 @@ class Runner(StepRunner):
     `CheckedRunner`.
 
     `forward_passes`: passes through the model's layers. `steps`: collected plans. `pool`: the memory of the pages,
-    uint8 [num_pages + extra_pages, page_bytes]; plans name the first `num_pages`, transfers between servers use the
-    others.
+    uint8 [num_pages, page_bytes].
 
     On several ranks `launch` and `sample` wait for the others and raise EngineDead where one is missing. Rank 0 samples
     the tokens and broadcasts them, so ranks cannot drift apart.
@@ -100,7 +99,6 @@ class Runner(StepRunner):
         num_slots: int,
         exact: bool,
         observe: Observe | None = None,
-        extra_pages: int = 0,
         vision: VisionEncoder | None = None,
         max_model_len: int | None = None,
     ) -> None:
@@ -112,16 +110,13 @@ class Runner(StepRunner):
         """
         if num_pages < 1 or num_slots < 1:
             raise ValueError(f"num_pages and num_slots must be positive: {num_pages}, {num_slots}")
-        if extra_pages < 0:
-            raise ValueError(f"extra_pages must not be negative: {extra_pages}")
         if exact != model.exact:
             raise ValueError(f"exact is {exact}, but the model was built with exact={model.exact}")
         self.forward_passes = self.steps = 0
         self.layout = layout
         self.num_slots = num_slots
-        self._extra_pages = extra_pages
         self.vision = vision
-        self.pool = allocate_pool(num_pages + extra_pages, layout.page_bytes, model.spec.device)
+        self.pool = allocate_pool(num_pages, layout.page_bytes, model.spec.device)
         self._model = model
         self._observe = observe
         self._paged = paged_layers(self.pool, model.spec, layout)
@@ -182,19 +177,8 @@ class Runner(StepRunner):
         spec = self._model.spec
         state_dtype = torch.float32 if spec.recurrent is None else torch_dtype(spec.recurrent.state_dtype)
         self._model.kernels.warm_up(spec.dtype, operations_of(self._model) | EVERY_STEP, state_dtype)
-        if self._extra_pages:
-            self._copy_no_tokens()
         if self._model.exact:
             check_row_independence(self._model.linears)
-
-    def _copy_no_tokens(self) -> None:
-        """As a transfer between pages of unequal sizes copies its tokens, from the pages past the pool's: the first
-        one would wait for the compiler, and steps for it."""
-        for layer in self._paged[:1]:
-            tokens, dim = layer.keys.shape[2:]
-            pages = self.pool.view(len(self.pool), -1, tokens, dim * layer.keys.itemsize)
-            none = torch.zeros(0, dtype=torch.int64, device=self.pool.device)
-            self._model.kernels.copy_tokens(pages, none, none, pages[-self._extra_pages :], none, none)
 
     def launch(self, plan: StepPlan) -> None:
         """Execute a plan in the order that `cairn.step` gives, up to the logits. All steps before it have to be

@@ -5,31 +5,42 @@
     unit     what tensor parallelism shares out: a key-value head, or a unit of the recurrent state
     page     [unit][layer][k|v][token][dim]      of one attention group; the units of a rank are contiguous
     state    [header | unit 0 | unit 1 | ...]    a checkpoint, cut into pages anywhere, by each side's page size
-    slot     the local units of one remote page, as they lie in staging
+    place    where a byte is in the pages of a list, laid end to end
 
 Units are assigned to ranks in order; with fewer units than ranks, neighbouring ranks have the same one. Where several
 remote ranks have a unit, the local ranks are spread evenly over them. Every page has the same bytes, so a group whose
-tokens are smaller has more of them in a page, and may leave less than one token's bytes at the end of each unit. `pair`
-works that out once per peer; from it follow, for each request and attention group:
+tokens are smaller has more of them in a page, and may leave less than one token's bytes at the end of each unit.
 
-    equal sizes of pages     `GroupPairing.reads`: straight into the local pages
-    unequal sizes of pages   the same into slots, then `token_copies.lay_out`
-    checkpoint               state_reads
+All sizes are one rule: every run of bytes that lies in one piece on both sides is a range, ranges that follow each
+other on both sides are joined, and those that cross the end of a page on either side are cut. So pages of equal sizes
+are read whole, and with other sizes the tokens that two pages share, unit by unit and layer by layer.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout, reach_name
 from cairn.errors import ConfigError
-from cairn.transfer.contract import PeerGeometry, PeerGroup, num_range_pages
-from cairn.transfer.links.contract import Descriptors
+from cairn.transfer.contract import PeerGeometry, PeerGroup, ReadOrder, num_range_pages
+from cairn.transfer.links.contract import Descriptors, LinkError
 from cairn.types import Pages
 
 _Array = NDArray[np.int64]
+
+_Ranges: TypeAlias = NDArray[np.int64]
+"""Byte ranges, int64 [4, n]: the remote rank, the place there, the place here, the size."""
+
+_THERE, _HERE, _SIZE = 1, 2, 3
+
+_MAX_PAIRINGS = 64
+
+Reads: TypeAlias = Mapping[int, Descriptors]
+"""By rank of the peer, what to read from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,87 +67,92 @@ class ModelUnits:
     state_units: int
 
 
-class Ranges(NamedTuple):
-    """Byte ranges, int64 [n] each: offsets in a remote page and its slot, or in two states."""
-
-    remote: _Array
-    local: _Array
-    num_bytes: _Array
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Sources:
-    """What to read for each page of a group, or for a state: `by_rank`, byte ranges in it and in what it is read into,
-    which is `stride` bytes further on for every page. None crosses the end of a page on either side."""
+class GroupSide:
+    """An attention group in one side's pages of `page_bytes`: `tokens` in each, and where its units begin, int64
+    [units]: those of the reading rank, in its order."""
 
-    by_rank: dict[int, Ranges]
-    remote_page_bytes: int
-    local_page_bytes: int
-    stride: int = 0
+    page_bytes: int
+    tokens: int
+    units: _Array
 
-    def reads(self, count: int, remote_pages: Pages, local_pages: Pages) -> dict[int, Descriptors]:
-        """By remote rank the reads of `count` pages of a group, or of one state, into these pages."""
-        places = np.arange(count)[:, None]
-        reads = {}
-        for rank, ranges in self.by_rank.items() if count else ():
-            there = np.divmod((places * self.remote_page_bytes + ranges.remote).reshape(-1), self.remote_page_bytes)
-            here = np.divmod((places * self.stride + ranges.local).reshape(-1), self.local_page_bytes)
-            reads[rank] = Descriptors(
-                remote_page=remote_pages.astype(np.int64)[there[0]],
-                remote_offset=there[1],
-                local_page=local_pages.astype(np.int64)[here[0]],
-                local_offset=here[1],
-                num_bytes=np.tile(ranges.num_bytes, count),
-            )
-        return reads
+    def places(self, start: int, first: _Array, num_runs: int, row_bytes: int) -> _Array:
+        """Where the tokens `first`, int64 [n], lie in the pages from token `start` on, int64 [n, units, runs]."""
+        pages = (first // self.tokens - start // self.tokens) * self.page_bytes + first % self.tokens * row_bytes
+        return pages[:, None, None] + self.units[:, None] + np.arange(num_runs) * self.tokens * row_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPairing:
-    """How one local rank reads the pages of one attention group from a peer, for every request.
+    """How one local rank reads the pages of one attention group, for every request. `owners`: the remote rank of each
+    unit, int64 [units]. A unit has `runs` runs, where each token has `row_bytes`; `unit_bytes` is all that is read of
+    one where pages have equal sizes."""
 
-    `remote_tokens`, `local_tokens`: of a page. `page_bytes`: of a local page, which has `units` units of `runs` runs,
-    where each token has `row_bytes`.
-    """
-
-    remote_tokens: int
-    local_tokens: int
-    page_bytes: int
-    units: int
+    remote: GroupSide
+    local: GroupSide
+    owners: _Array
     runs: int
     row_bytes: int
-    sources: Sources
+    unit_bytes: int
 
-    @property
-    def slot_bytes(self) -> int:
-        """From one slot to the next; where nothing is staged a local page is the slot."""
-        return self.sources.stride
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether pages are read into staging and laid out anew."""
-        return self.remote_tokens != self.local_tokens
-
-    @property
-    def unit_bytes(self) -> int:
-        """From one unit of a local page to the next."""
-        return self.page_bytes // self.units
-
-    def reads(self, remote_pages: Pages, local_pages: Pages) -> dict[int, Descriptors]:
-        """By remote rank the reads of `remote_pages`: for equal sizes of pages into the local pages of the same tokens,
-        whole, one descriptor a page and rank; else into pages of staging, where slots lie back to back.
-        `check_page_lists` has looked at both."""
-        return self.sources.reads(len(remote_pages), remote_pages, local_pages)
+    def ranges(self, start: int, end: int) -> _Ranges:
+        """Of the tokens [start, end): these and no others, or, where pages have equal sizes, the pages they are in."""
+        remote, local, runs, row = self.remote, self.local, self.runs, self.row_bytes
+        if remote.tokens == local.tokens:
+            # as if each page were one token, and each unit one run
+            start, end = start // local.tokens, -(-end // local.tokens)
+            remote, local = (GroupSide(side.page_bytes, 1, side.units) for side in (remote, local))
+            runs, row = 1, self.unit_bytes
+        inner = (np.arange(start // size * size + size, end, size) for size in (remote.tokens, local.tokens))
+        borders = np.unique(np.concatenate(([start, end], *inner)))
+        first, sizes = borders[:-1], np.diff(borders) * row
+        there, here = (side.places(start, first, runs, row) for side in (remote, local))
+        columns = np.broadcast_arrays(self.owners[:, None], there, here, sizes[:, None, None])
+        return np.stack([column.reshape(-1) for column in columns])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairing:
-    """How one local rank reads from a peer, for every request: the pages of each attention group, and states."""
+    """How one local rank reads from a peer, for every request: the pages of each attention group, and `states`."""
 
     remote: PeerGeometry
     local: PeerGeometry
     groups: tuple[GroupPairing, ...]
-    states: Sources
+    states: _Ranges
+
+    def reads(self, order: ReadOrder) -> Reads:
+        """What the order takes of each remote rank. Raises LinkError for page lists of another length."""
+        parts = []
+        if order.remote and len(order.remote) != len(self.groups):
+            raise LinkError(f"pages of {len(order.remote)} attention groups where there are {len(self.groups)}")
+        for group, remote, local in zip(self.groups, order.remote, order.local, strict=False):
+            start, end = local.first_token, order.end
+            if not 0 <= start <= end:
+                raise LinkError(f"tokens [{start}, {end}) are no range")
+            for name, pages, side in (("remote", remote.pages, group.remote), ("local", local.pages, group.local)):
+                _check_count(
+                    f"{name}_pages", pages, num_range_pages(start, end, side.tokens), f"tokens [{start}, {end}) take"
+                )
+            if start < end:
+                ranges = _cut(group.ranges(start, end), self.remote.page_bytes, self.local.page_bytes)
+                parts.append(self._descriptors(ranges, remote.pages, local.pages))
+        if order.remote_checkpoint is not None and order.local_checkpoint is not None:
+            states = order.remote_checkpoint, order.local_checkpoint
+            for name, pages, geometry in zip(("remote", "local"), states, (self.remote, self.local), strict=True):
+                need = max(1, -(-(geometry.header_bytes + geometry.state_bytes) // geometry.page_bytes))
+                _check_count(f"{name}_state", pages, need, "a checkpoint takes")
+            parts.append(self._descriptors(self.states, *states))
+        if not parts:
+            return {}
+        ranks, *columns = np.concatenate(parts, axis=1)
+        return {int(rank): Descriptors(*(each[ranks == rank] for each in columns)) for rank in np.unique(ranks)}
+
+    def _descriptors(self, ranges: _Ranges, remote_pages: Pages, local_pages: Pages) -> _Array:
+        """Ranks and columns of `Descriptors`, int64 [6, n], of ranges in these pages that cross the end of none."""
+        rank, there, here, size = ranges
+        there_page, there_offset = np.divmod(there, self.remote.page_bytes)
+        here_page, here_offset = np.divmod(here, self.local.page_bytes)
+        return np.stack((rank, remote_pages[there_page], there_offset, local_pages[here_page], here_offset, size))
 
 
 def geometry_of(layout: CacheLayout, tp_size: int) -> PeerGeometry:
@@ -163,16 +179,17 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
         raise ConfigError(f"rank {rank} is none of the {local.tp_size} of --tensor-parallel-size")
     check_peers(remote, local)
     _check_states(model, remote, local)
-    if model.attention:
-        _check_block_sizes(model, remote, local)
-    else:
+    if not model.attention:
         _check_equal("page_bytes of a model without attention", remote.page_bytes, local.page_bytes)
+    elif len(model.attention) != len(local.attention_groups):
+        raise ConfigError(f"{len(local.attention_groups)} attention groups, the model has {len(model.attention)}")
     sides = zip(remote.attention_groups, local.attention_groups, strict=True)
     groups = [
         _pair_group(units, (remote, theirs), (local, ours), rank)
         for units, (theirs, ours) in zip(model.attention, sides, strict=False)
     ]
-    return Pairing(remote, local, tuple(groups), _state_sources(model, remote, local, rank))
+    states = _cut(_state_ranges(model, remote, local, rank), remote.page_bytes, local.page_bytes)
+    return Pairing(remote, local, tuple(groups), states)
 
 
 def _pair_group(
@@ -185,32 +202,17 @@ def _pair_group(
     strides = [_unit_bytes(units, *side, name) for side, name in ((remote, "the peer's"), (local, "the own"))]
     (there, theirs), (here, ours) = remote, local
     held = here.page_bytes // strides[1]
-    size = units.runs * theirs.tokens_per_page * units.row_bytes
-    is_staged = theirs.tokens_per_page != ours.tokens_per_page
-    slot_stride, slot_bytes = strides[1], here.page_bytes
-    if is_staged:
-        slot_stride, slot_bytes = size, _slot_bytes(held * size, here.page_bytes)
-    elif strides[0] == strides[1]:
-        # what a unit leaves at its end comes along: so all are one run
-        size = strides[0]
-    owner, index = _owners(units.kv_heads, there.tp_size, here, held, rank)
-    ranges = Ranges(index * strides[0], np.arange(held) * slot_stride, np.full(held, size))
+    owners, index = _owners(units.kv_heads, there.tp_size, here, held, rank)
+    # with equal strides what a unit leaves at its end comes along: so all are one range
+    used = units.runs * ours.tokens_per_page * units.row_bytes
     return GroupPairing(
-        remote_tokens=theirs.tokens_per_page,
-        local_tokens=ours.tokens_per_page,
-        page_bytes=here.page_bytes,
-        units=held,
+        remote=GroupSide(there.page_bytes, theirs.tokens_per_page, index * strides[0]),
+        local=GroupSide(here.page_bytes, ours.tokens_per_page, np.arange(held) * strides[1]),
+        owners=owners,
         runs=units.runs,
         row_bytes=units.row_bytes,
-        sources=_sources(owner, ranges, there.page_bytes, here.page_bytes, slot_bytes),
+        unit_bytes=strides[1] if strides[0] == strides[1] else used,
     )
-
-
-def _slot_bytes(used: int, page_bytes: int) -> int:
-    """From one slot of `used` bytes to the next, so that they lie alike in all pages of staging."""
-    if used < page_bytes:
-        return used if page_bytes % used == 0 else page_bytes
-    return -(-used // page_bytes) * page_bytes
 
 
 def check_peers(remote: PeerGeometry, local: PeerGeometry) -> None:
@@ -261,31 +263,19 @@ def _unit_bytes(units: AttentionUnits, side: PeerGeometry, group: PeerGroup, nam
     return side.page_bytes // held
 
 
-def _check_block_sizes(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry) -> None:
-    if len(model.attention) != len(local.attention_groups):
-        raise ConfigError(f"{len(local.attention_groups)} attention groups, the model has {len(model.attention)}")
-    if remote.block_size % local.block_size and local.block_size % remote.block_size:
-        raise ConfigError(
-            f"--block-size {local.block_size} and the peer's {remote.block_size}: one must be a multiple of the other"
-        )
-
-
 def _check_equal(what: str, remote: int, local: int) -> None:
     if remote != local:
         raise ConfigError(f"{what}: {remote} at the peer, {local} here; both must serve the same model and dtype")
 
 
-def _state_sources(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int) -> Sources:
+def _state_ranges(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int) -> _Ranges:
+    """Of the header and each unit of a state."""
     header, held = local.header_bytes, local.state_units if model.state_units else 0
-    owner, index = _owners(max(1, model.state_units), remote.tp_size, local, held, rank)
+    owners, index = _owners(max(1, model.state_units), remote.tp_size, local, held, rank)
     unit_bytes = local.state_bytes // max(1, held)
-    ranges = Ranges(
-        remote=np.concatenate(([0], header + index * unit_bytes)),
-        local=np.concatenate(([0], header + np.arange(held) * unit_bytes)),
-        num_bytes=np.concatenate(([header], np.full(held, unit_bytes))),
-    )
-    owner = np.concatenate(([_home(remote.tp_size, local, rank)], owner))
-    return _sources(owner, ranges, remote.page_bytes, local.page_bytes)
+    parts = owners, header + index * unit_bytes, header + np.arange(held) * unit_bytes, np.full(held, unit_bytes)
+    first = _home(remote.tp_size, local, rank), 0, 0, header
+    return np.stack([np.concatenate(([begin], part)) for begin, part in zip(first, parts, strict=True)])
 
 
 def _home(remote_tp: int, local: PeerGeometry, rank: int) -> int:
@@ -305,52 +295,54 @@ def _owners(total: int, remote_tp: int, local: PeerGeometry, held: int, rank: in
     return owner, units - owner * total // remote_tp
 
 
-def _sources(owner: _Array, ranges: Ranges, remote_page: int, local_page: int, stride: int = 0) -> Sources:
-    """Runs that follow each other on both sides joined, empty ones left out, cut where a page ends on either side."""
-    filled = ranges.num_bytes > 0
-    owner, (remote, local, size) = owner[filled], (each[filled] for each in ranges)
-    apart = (np.diff(owner) != 0) | (np.diff(remote) != size[:-1]) | (np.diff(local) != size[:-1])
-    heads = np.concatenate(([0], np.flatnonzero(apart) + 1))[: len(owner)]
-    parts: dict[int, list[_Array]] = {}
-    joined = owner[heads], remote[heads], local[heads], np.add.reduceat(size, heads)
-    for rank, there, here, num_bytes in zip(*joined, strict=True):
-        borders = (
-            np.arange(-there % remote_page, num_bytes, remote_page),
-            np.arange(-here % local_page, num_bytes, local_page),
-        )
-        starts = np.unique(np.concatenate(([0], *borders)))
-        part = np.stack((there + starts, here + starts, np.diff(starts, append=num_bytes)))
-        parts.setdefault(int(rank), []).append(part)
-    by_rank = {rank: Ranges(*np.concatenate(parts[rank], axis=1)) for rank in sorted(parts)}
-    return Sources(by_rank, remote_page, local_page, stride)
+def _cut(ranges: _Ranges, remote_page: int, local_page: int) -> _Ranges:
+    """Ranges that follow each other on both sides joined, empty ones left out, cut where a page ends on either side."""
+    rank, there, here, size = ranges = ranges[:, ranges[_SIZE] > 0]
+    apart = (np.diff(rank) != 0) | (np.diff(there) != size[:-1]) | (np.diff(here) != size[:-1])
+    heads = np.concatenate(([0], np.flatnonzero(apart) + 1))[: len(rank)]
+    joined = np.stack((rank[heads], there[heads], here[heads], np.add.reduceat(size, heads)))
+    return _cut_side(_cut_side(joined, _THERE, remote_page), _HERE, local_page)
 
 
-def staging_pages(pairing: GroupPairing, start: int, end: int) -> int:
-    """How many local pages of slots the tokens [start, end) take."""
-    return -(-num_range_pages(start, end, pairing.remote_tokens) * pairing.slot_bytes // pairing.page_bytes)
+def _cut_side(ranges: _Ranges, side: int, page_bytes: int) -> _Ranges:
+    """Ranges cut where a page ends on the `side` of this row."""
+    place, size = ranges[side], ranges[_SIZE]
+    first_page = place // page_bytes
+    num_pages = (place + size - 1) // page_bytes - first_page + 1
+    whole = np.repeat(np.arange(len(place)), num_pages)
+    page = first_page[whole] + np.arange(len(whole)) - np.repeat(np.cumsum(num_pages) - num_pages, num_pages)
+    begin = np.maximum(page * page_bytes - place[whole], 0)
+    end = np.minimum((page + 1) * page_bytes - place[whole], size[whole])
+    rank, there, here, _ = ranges[:, whole]
+    return np.stack((rank, there + begin, here + begin, end - begin))
 
 
-def state_reads(pairing: Pairing, remote_state: Pages, local_state: Pages) -> dict[int, Descriptors]:
-    """By remote rank the reads that fill a state's pages. `remote_state` lists those on every remote
-    rank, `local_state` on every local one. Raises ValueError for lists of another length."""
-    for name, pages, side in (
-        ("remote_state", remote_state, pairing.remote),
-        ("local_state", local_state, pairing.local),
-    ):
-        need = max(1, -(-(side.header_bytes + side.state_bytes) // side.page_bytes))
-        if len(pages) != need:
-            raise ValueError(f"{name} lists {len(pages)} pages, a checkpoint takes {need}")
-    return pairing.states.reads(1, remote_state, local_state)
+def _check_count(name: str, pages: Pages, need: int, what: str) -> None:
+    if len(pages) != need:
+        raise LinkError(f"{name} lists {len(pages)} pages, {what} {need}")
 
 
-def check_page_lists(pairing: GroupPairing, start: int, end: int, remote_pages: Pages, local_pages: Pages) -> None:
-    """Raises ValueError unless both are as many as the tokens [start, end) take on their side."""
-    if not 0 <= start <= end:
-        raise ValueError(f"tokens [{start}, {end}) are no range")
-    for name, pages, tokens_per_page in (
-        ("remote_pages", remote_pages, pairing.remote_tokens),
-        ("local_pages", local_pages, pairing.local_tokens),
-    ):
-        need = num_range_pages(start, end, tokens_per_page)
-        if len(pages) != need:
-            raise ValueError(f"{name} lists {len(pages)} pages, tokens [{start}, {end}) take {need}")
+class PairedPages:
+    """What rank `rank` of a server of geometry `local` reads for an order, from peers of any sizes. Keeps the pairings
+    with the latest 64 geometries."""
+
+    def __init__(self, model: ModelUnits, local: PeerGeometry, rank: int) -> None:
+        """Raises ConfigError where the own sizes cannot hold the model."""
+        self._local = local
+        self._pairing = lru_cache(_MAX_PAIRINGS)(lambda remote: pair(model, remote, local, rank))
+        pair(model, local, local, rank)
+
+    def __call__(self, order: ReadOrder) -> Reads:
+        """Raises LinkError when it cannot be read."""
+        remote = order.peer.geometry
+        if len(order.peer.ranks) != remote.tp_size:
+            raise LinkError(f"the peer describes {len(order.peer.ranks)} ranks and has {remote.tp_size}")
+        try:
+            reads = self._pairing(remote).reads(order)
+        except ConfigError as error:
+            raise LinkError(str(error)) from error
+        if remote == self._local:
+            # whole pages, for which links have prepared lists: what is behind the end of a state comes along
+            for descriptors in reads.values():
+                descriptors.num_bytes[:] = remote.page_bytes
+        return reads

@@ -85,8 +85,8 @@ def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_lin
     """Carries out reads of this rank's share from a thread of its own, as long as the context is open. Raises
     ConfigError where the link cannot reach the rank's memory."""
     decoded = msgspec.msgpack.decode(settings, type=_Settings)
-    pool = open_pool(place.runner.pool, place.runner.kernels, on_host=place.computes_on_host)
-    memory = RankMemory(pool, place.num_pages, place.runner.layout, decoded.units, place.rank, place.tp_size)
+    pool = open_pool(place.runner.pool)
+    memory = RankMemory(pool, place.runner.layout, decoded.units, place.rank, place.tp_size)
     link = make_link(decoded.host)
     worker = rank_worker(link, memory)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

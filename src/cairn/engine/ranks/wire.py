@@ -47,15 +47,13 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     other, are filled in by who starts them.
 
     `engine`: what the whole engine is built of. `serves_mtp`: whether the checkpoint's head that drafts is a part of
-    the model, which rank 0 has decided. `extra_pages`: after the pool, for what comes from other servers.
-    `join_seconds`: how long the ranks may take to find each other once all of them run. `step_seconds`: how long one
-    may keep the others waiting within a step. `services` are started on every rank but 0. `graphs`: what makes a
-    `runner.decode_graphs.Graphs`; None where decode steps are launched kernel by kernel.
+    the model, which rank 0 has decided. `join_seconds`: how long the ranks may take to find each other once all of them
+    run. `step_seconds`: how long one may keep the others waiting within a step. `services` are started on every rank
+    but 0. `graphs`: what makes a `runner.decode_graphs.Graphs`; None where decode steps are launched kernel by kernel.
     """
 
     engine: EngineConfig
     serves_mtp: bool = False
-    extra_pages: _Number = 0
     join_seconds: _Seconds = 60.0
     step_seconds: _Seconds = 60.0
     rank: _Number = 0

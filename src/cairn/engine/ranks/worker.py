@@ -56,8 +56,7 @@ _STOP_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a service finds itself. `folder`: a directory for sockets that only this user can enter. `num_pages`: the
-    scheduler's, after which the pool has those that RankConfig adds.
+    """Where a service finds itself. `folder`: a directory for sockets that only this user can enter.
 
     `runner.pool` is written by the rank's own thread while it carries out a plan; a service in a thread of its own
     may touch only pages that no plan names at that time.
@@ -67,7 +66,6 @@ class RankPlace:
     tp_size: int
     folder: Path
     runner: "Runner"
-    num_pages: int
     computes_on_host: bool
 
 
@@ -154,8 +152,7 @@ class LoadedRank:
     def allocate(self, sizes: RankSizes, observe: "Observe | None", barrier: "Barrier") -> "Runner":
         """A runner with memory of these sizes and with graphs, the same on all ranks. Raises ConfigError or ModelError,
         and EngineDead when another rank is lost meanwhile."""
-        extra = self._config.extra_pages
-        return self._loaded.allocate(sizes.num_pages, sizes.num_slots, extra, observe, SystemClock(), barrier)
+        return self._loaded.allocate(sizes.num_pages, sizes.num_slots, observe, SystemClock(), barrier)
 
 
 def follow(
@@ -217,7 +214,7 @@ def _serve(parent: ParentLink) -> int:
                 sizes = frames_of_sizes().decode(receive_frame())
                 runner = rank.allocate(sizes, None, at_barrier)
                 folder, on_host = Path(config.rendezvous).parent, rank.device.backend is None
-                place = RankPlace(config.rank, config.tp_size, folder, runner, sizes.num_pages, on_host)
+                place = RankPlace(config.rank, config.tp_size, folder, runner, on_host)
                 for service in config.services:
                     make: ServiceFactory = load_function(service.factory, "the rank's service")
                     services.enter_context(make(place, service.settings))

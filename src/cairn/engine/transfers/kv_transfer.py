@@ -28,14 +28,13 @@ from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import KvSource, Peer, TransferRole
 from cairn.transfer.credentials import check_secret, derive_credentials
 from cairn.transfer.digest import SequenceIndex
-from cairn.transfer.geometry import ModelUnits, geometry_of
+from cairn.transfer.geometry import ModelUnits, PairedPages, geometry_of
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Link
 from cairn.transfer.links.gpu_paths import describe_gpu_paths
 from cairn.transfer.memory import PoolMemory
 from cairn.transfer.params import HINT, RELEASE_KEY, Hint, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy, is_loopback
-from cairn.transfer.planner import PairedPages, StagingArea
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankChannel, RankedWorker
 from cairn.transfer.session import ConsumerTools
@@ -150,11 +149,9 @@ MakeLink = Callable[[str], Link]
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's `pool`: the scheduler's `num_pages` rows, and after them staging pages. `units`: of the whole model,
-    shared out among `tp_size` ranks."""
+    """One rank's `pool`. `units`: of the whole model, shared out among `tp_size` ranks."""
 
     pool: PoolMemory
-    num_pages: int
     layout: CacheLayout
     units: ModelUnits
     rank: int = 0
@@ -177,11 +174,8 @@ def rank_worker(link: Link, memory: RankMemory) -> LinkWorker:
     link.register(region)
     if region.device is not None:
         logger.info("--kv-transfer-config: %s", describe_gpu_paths(region.device))
-    geometry = geometry_of(memory.layout, memory.tp_size)
-    staging = None
-    if region.num_pages > memory.num_pages:
-        staging = StagingArea(memory.pool, memory.num_pages, geometry.block_size)
-    return LinkWorker(link, PairedPages(memory.units, geometry, memory.rank, staging), memory.pool.fence)
+    pages = PairedPages(memory.units, geometry_of(memory.layout, memory.tp_size), memory.rank)
+    return LinkWorker(link, pages, memory.pool.fence)
 
 
 def build_transfer(
@@ -207,7 +201,9 @@ def build_transfer(
     listener = create_listener(config.host, config.port)
     event_loop, events = ClockedLoop(clock), EventQueue()
     channel = SideChannel(listener, derive_credentials(secret), event_loop)
-    limits = LeaseLimits(max_pages=int(memory.num_pages * config.lease_share), duration=config.lease_seconds)
+    limits = LeaseLimits(
+        max_pages=int(memory.pool.region.num_pages * config.lease_share), duration=config.lease_seconds
+    )
     producer = Producer(me, limits, clock, os.urandom, events.put)
     tools = ConsumerTools(me, worker, channel.connect, os.urandom, event_loop)
     consumer = Consumer(tools, policy, clock, events.put)

@@ -1,6 +1,6 @@
 """The CPU backend: packed oneDNN products, and loops that numba compiles, over torch's own threads."""
 
-from cairn.kernels.checkpoint_files import copy_pages, copy_tokens
+from cairn.kernels.checkpoint_files import copy_pages
 from cairn.kernels.cpu.attention import attention, write_kv
 from cairn.kernels.cpu.checkpoint_files import load_states, pack_state_spans, store_states
 from cairn.kernels.cpu.conv import conv

@@ -1,7 +1,7 @@
 """The CUDA backend: Triton kernels, and cuBLAS's products."""
 
 from cairn.kernels.cuda.attention import attention
-from cairn.kernels.cuda.checkpoint_files import copy_pages, copy_tokens, load_states, pack_state_spans, store_states
+from cairn.kernels.cuda.checkpoint_files import copy_pages, load_states, pack_state_spans, store_states
 from cairn.kernels.cuda.conv import conv
 from cairn.kernels.cuda.elementwise import gelu_mul, rope, sigmoid_mul, silu_mul, softcap, squared_relu
 from cairn.kernels.cuda.experts import clamped_experts, experts, gated_experts, gelu_experts

@@ -1,5 +1,5 @@
-"""States to and from checkpoint files, and pages and tokens from one place of the pool to another: bytes are moved, so
-the bound is the memory, in one launch for all layers, files and kinds of states that a call names.
+"""States to and from checkpoint files, and pages from one place of the pool to another: bytes are moved, so the bound
+is the memory, in one launch for all layers, files and kinds of states that a call names.
 
 Bytes go in words of up to eight, two of which a thread takes at once where everything begins at multiples of 16 bytes.
 Where a file's bytes lie is in a table: a span is cut where a page ends and into pieces no longer than a tile's row, and
@@ -47,7 +47,7 @@ _INT8_ROUNDING = tl.constexpr(1.5 * 2**23)
 
 _SIZES = (
     "num_tiles", "file_pages", "page_words", "first_words", "second_words", "third_words",
-    "num_copies", "row_words", "target_words", "target_run_words", "source_words", "source_run_words",
+    "num_copies",
     "num_heads", "num_blocks", "page_bytes", "entry_numbers", "num_parts", "part_numbers",
 )  # fmt: skip
 
@@ -180,30 +180,26 @@ def _heads_kernel(
 
 
 @_sized
-def _rows_kernel(
-    target, source, targets, target_tokens, sources, source_tokens,
-    num_copies, row_words, target_words, target_run_words, source_words, source_run_words,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+def _pages_kernel(
+    pool, targets, sources,
+    num_copies, page_words,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one run. `target_words`, `target_run_words`: from a page, and from a run of it, to the next."""
+    """Some words of some pages."""
     copy = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = copy < num_copies
-    run = tl.program_id(1).to(tl.int64)
-    to = tl.load(targets + copy, mask=there, other=0) * target_words + run * target_run_words
-    origin = tl.load(sources + copy, mask=there, other=0) * source_words + run * source_run_words
-    if TOKENS:
-        to += tl.load(target_tokens + copy, mask=there, other=0) * row_words
-        origin += tl.load(source_tokens + copy, mask=there, other=0) * row_words
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    in_row = column < row_words
+    to = tl.load(targets + copy, mask=there, other=0) * page_words
+    origin = tl.load(sources + copy, mask=there, other=0) * page_words
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_page = column < page_words
     if ALIGNED:
         to = tl.multiple_of(to, 2)
         origin = tl.multiple_of(origin, 2)
         # Of an argument, a hint is lost.
-        in_row = column // 2 < row_words // 2
-    mask = there[:, None] & in_row[None, :]
-    row = tl.load(source + (origin[:, None] + column[None, :]), mask=mask, other=0)
-    tl.store(target + (to[:, None] + column[None, :]), row, mask=mask)
+        in_page = column // 2 < page_words // 2
+    mask = there[:, None] & in_page[None, :]
+    words = tl.load(pool + (origin[:, None] + column[None, :]), mask=mask, other=0)
+    tl.store(pool + (to[:, None] + column[None, :]), words, mask=mask)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -330,37 +326,13 @@ def _first_word(tensor: Tensor, word: torch.dtype) -> Tensor:
 
 def copy_pages(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
     """See `Kernels.copy_pages`."""
-    pages = pool.view(len(pool), 1, 1, pool.shape[1])
-    _copy_rows(pages, targets, None, pages, sources, None)
-
-
-def copy_tokens(
-    target: Tensor, pages: Tensor, page_tokens: Tensor, source: Tensor, slots: Tensor, slot_tokens: Tensor
-) -> None:
-    """See `Kernels.copy_tokens`."""
-    _copy_rows(target, pages, page_tokens, source, slots, slot_tokens)
-
-
-def _copy_rows(
-    target: Tensor,
-    targets: Tensor,
-    target_tokens: Tensor | None,
-    source: Tensor,
-    sources: Tensor,
-    source_tokens: Tensor | None,
-) -> None:
-    """None: there is one token a run."""
-    row_bytes = target.shape[3]
-    word = word_of(row_bytes)
-    target, source = target.view(word), source.view(word)
-    tile = _rows_tile(row_bytes)
-    grid = (triton.cdiv(len(targets), tile["ROWS"]), target.shape[1], triton.cdiv(target.shape[3], tile["COLUMNS"]))
-    _rows_kernel[grid](
-        *(target, source, targets, targets if target_tokens is None else target_tokens),
-        *(sources, sources if source_tokens is None else source_tokens),
-        *(len(targets), target.shape[3], *target.stride()[:2], *source.stride()[:2]),
-        TOKENS=target_tokens is not None,
-        ALIGNED=row_bytes % 16 == 0,
+    page_bytes = pool.shape[1]
+    words = pool.view(word_of(page_bytes))
+    tile = _pages_tile(page_bytes)
+    grid = (triton.cdiv(len(targets), tile["ROWS"]), triton.cdiv(words.shape[1], tile["COLUMNS"]))
+    _pages_kernel[grid](
+        *(words, targets, sources, len(targets), words.shape[1]),
+        ALIGNED=page_bytes % 16 == 0,
         **tile,
         num_warps=_NUM_WARPS,
     )
@@ -379,8 +351,8 @@ def _heads_tile(parts: int, numbers: int) -> dict[str, int]:
     return {"PARTS": min(power_of_2(parts), _TILE_NUMBERS // columns), "NUMBERS": columns}
 
 
-def _rows_tile(row_bytes: int) -> dict[str, int]:
-    """Of pages, or of tokens' rows."""
-    size = word_of(row_bytes).itemsize
-    columns = min(power_of_2(row_bytes // size), _TILE_BYTES // size)
+def _pages_tile(page_bytes: int) -> dict[str, int]:
+    """Of pages that are copied."""
+    size = word_of(page_bytes).itemsize
+    columns = min(power_of_2(page_bytes // size), _TILE_BYTES // size)
     return {"ROWS": _TILE_BYTES // (columns * size), "COLUMNS": columns}

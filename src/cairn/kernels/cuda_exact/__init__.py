@@ -36,7 +36,6 @@ from cairn.kernels import cuda
 from cairn.kernels.batch import HostBatch
 from cairn.kernels.cuda import (
     copy_pages,
-    copy_tokens,
     load_states,
     logprobs,
     pack_int4,

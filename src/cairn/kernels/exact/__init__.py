@@ -4,7 +4,7 @@ That holds for float32 and float64 where this machine's BLAS lets it (`products.
 products are free, and nothing is promised.
 """
 
-from cairn.kernels.checkpoint_files import copy_pages, copy_tokens, load_states, pack_state_spans, store_states
+from cairn.kernels.checkpoint_files import copy_pages, load_states, pack_state_spans, store_states
 from cairn.kernels.exact.attention import attention, write_kv
 from cairn.kernels.exact.conv import conv
 from cairn.kernels.exact.elementwise import (

@@ -9,7 +9,6 @@ from cairn.kernels.plain_weights import pack as pack_int4
 from cairn.kernels.reference.attention import attention, write_kv
 from cairn.kernels.reference.checkpoint_files import (
     copy_pages,
-    copy_tokens,
     load_states,
     pack_state_spans,
     store_states,

@@ -149,12 +149,3 @@ def copy_pages(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
     """See `Kernels.copy_pages`."""
     for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
         pool[target] = pool[source]
-
-
-def copy_tokens(
-    target: Tensor, pages: Tensor, page_tokens: Tensor, source: Tensor, slots: Tensor, slot_tokens: Tensor
-) -> None:
-    """See `Kernels.copy_tokens`."""
-    places = (each.tolist() for each in (pages, page_tokens, slots, slot_tokens))
-    for page, page_token, slot, slot_token in zip(*places, strict=True):
-        target[page, :, page_token] = source[slot, :, slot_token]

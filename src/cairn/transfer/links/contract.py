@@ -3,8 +3,7 @@
 One per rank. No method waits: one owner calls them again and again.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import NewType, Protocol
 
@@ -69,20 +68,8 @@ class Descriptors:
 
     def take(self, start: int, stop: int) -> "Descriptors":
         """Entries [start, stop), as views."""
-        return Descriptors(*(column[start:stop] for column in self._columns))
-
-    @classmethod
-    def join(cls, parts: "Sequence[Descriptors]") -> "Descriptors":
-        """All entries of one part at least, in order."""
-        return cls(*map(np.concatenate, zip(*(part._columns for part in parts), strict=True)))
-
-    def whole(self, page_bytes: int) -> "Descriptors":
-        """Of pages that are read from their beginning, all bytes."""
-        return replace(self, num_bytes=np.full(len(self), page_bytes, np.int64))
-
-    @property
-    def _columns(self) -> tuple[NDArray[np.int64], ...]:
-        return self.remote_page, self.remote_offset, self.local_page, self.local_offset, self.num_bytes
+        columns = self.remote_page, self.remote_offset, self.local_page, self.local_offset, self.num_bytes
+        return Descriptors(*(column[start:stop] for column in columns))
 
     def check(self, *, remote_pages: int, remote_page_bytes: int, local: Region) -> None:
         """Raises LinkError unless every range lies within one page of either side."""
