@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.hand_turned import HandTurned
+from benchmarks.hand_turned import NOTHING, HandTurned
 from torch import Tensor
 
 from cairn.engine.build import build_core
@@ -65,7 +65,7 @@ def _until_wrong(row: VerifyRow, text: Keys) -> list[int]:
 
 
 class FixedDrafter:
-    """Drafts the next `depth` tokens of texts that are known, see `Drafter` and `ForcedAnswers.texts`."""
+    """Drafts the next `depth` tokens of the texts that it knows, see `Drafter` and `ForcedAnswers.texts`."""
 
     max_decodes = 1 << 31
 
@@ -76,7 +76,7 @@ class FixedDrafter:
     def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
         """See `Drafter`."""
         begin = request.num_tokens
-        return self._texts[request.id][begin : begin + min(most, self.depth)]
+        return self._texts.get(request.id, NOTHING)[begin : begin + min(most, self.depth)]
 
     def idle_tokens(self, request: Request) -> int:
         """See `Drafter`."""
@@ -126,7 +126,7 @@ class Engine(HandTurned):
         method: str = "suffix",
         most_drafts: int = SpeculativeConfig().num_speculative_tokens,
     ) -> None:
-        self.clock = clock
+        self.clock, self._sequences = clock, sequences
         config = EngineConfig(
             model=str(model),
             dtype="bfloat16",
@@ -147,12 +147,23 @@ class Engine(HandTurned):
             pass
 
     def record_steps(self, most: int) -> None:
-        """Have steps with 1 to `most` drafts, and their folds, recorded. The drafter learns nothing of it."""
-        drafter, fixed = self.drafting.drafter, FixedDrafter(self.texts)
-        self.drafting.drafter = fixed
-        self.force(self.draw(64), self.draw((most + 2) * (most + 2) * 3 // 2))
-        for fixed.depth in range(most + 1):
-            for _ in range(3):
-                self.step()
-        self.until_idle()
+        """Have steps with 1 to `most` drafts, and their folds, recorded: of one sequence, and of all of them, of which
+        two draft. The drafter learns nothing of it."""
+        drafter, num_answered = self.drafting.drafter, 3 * (most + 2)
+        for sequences in {1, self._sequences}:
+            drafting = dict[str, Keys]()
+            self.drafting.drafter = fixed = FixedDrafter(drafting)
+            for number in range(sequences):
+                prompt = self.draw(64)
+                answer = self.draw((num_answered if number > 1 else num_answered * (most + 2) // 2) + sequences)
+                name = self.submit(prompt, len(answer))
+                self.texts[name] = np.concatenate([prompt, answer])
+                if number < 2:
+                    drafting[name] = self.texts[name]
+            while self.step() < sequences:
+                pass
+            for fixed.depth in range(most + 1):
+                for _ in range(3):
+                    self.step()
+            self.until_idle()
         self.drafting.drafter = drafter

@@ -12,8 +12,10 @@ the time of a decode step of 1 + k sequences over that of one sequence. Bar: .8 
 `trained`: the demo's model, whose drafts are looked up as a server does by default, and `small`: the 333 M model. Files
 that are edited, and tokens that are drawn at random, are forced: what the model samples gives way to the known token,
 with drafts and without, so the drafter sees what it would see if the model had answered so. Both engines compute the
-same requests; windows of the one and of the other are timed in turn, behind the first token. Steps of all shapes have
-been recorded before, and nothing else has been learned. In all of these drafts are looked up.
+same requests; windows of the one and of the other are timed in turn, behind the first token. Of eight sequences the
+next one begins when one has ended. Steps in which all eight decode are timed, until one ends and there is no next one:
+from then on there are fewer, sooner with drafts than without. Steps of all shapes have been recorded before, those of
+eight sequences included, and nothing else has been learned. In all of these drafts are looked up.
 
 `head`: steps with drafts of the checkpoint's own head, all of which are forced to be right, and without, beside an
 engine that has no head: a Qwen3.5 with 333 M random parameters and a head, and the demo's model. `mtp`: the demo's
@@ -24,6 +26,7 @@ import argparse
 import os
 import statistics
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +58,8 @@ CODE, ANSWER, FILE = 600, 300, 1_200
 """Tokens of a prompt that is code, of an answer, and of a file that is edited."""
 
 COUNTS = ("verifications", "accepted_tokens", "draft_tokens")
-SEQUENCES = 8
+SEQUENCES, AT_ONCE = 8, 16
+"""Requests that run at once, and those of a round in which so many do."""
 
 Window = tuple[int, float]
 """How many tokens came, and the seconds."""
@@ -72,8 +76,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Case:
-    """`rounds`: requests that run at once, one round after the other. `window`: tokens of one, so many of each
-    sequence, where two engines take turns."""
+    """`rounds`: requests that run at once, `SEQUENCES` at most, one round after the other. `window`: tokens of one, so
+    many of each sequence, where two engines take turns."""
 
     name: str
     rounds: Sequence[Sequence[Asked]]
@@ -91,43 +95,57 @@ class Side:
 
 
 class Answers:
-    """Those of one side to the requests of a round, from when all have their first tokens on."""
+    """Those of one side to the requests of a round, from when the first of them have their first tokens on: as many as
+    a round has at once, and the next one as soon as one has ended."""
 
     def __init__(self, side: Side, asked: Sequence[Asked], sampling: SamplingParams) -> None:
         self._engine = engine = side.engine
-        engine.drafting.drafter = drafter = side.drafter
+        engine.drafting.drafter = side.drafter
+        # not what the other side has cached: a prompt that is resumed has other bits than one that is computed
+        self._sampling, self._namespace = sampling, "none" if side.drafter is None else "drafts"
         self.tokens: dict[str, list[int]] = {}
-        self.has_ended = False
-        for each in asked:
-            length = ANSWER if each.answer is None else len(each.answer)
-            # not what the other side has cached: a prompt that is resumed has other bits than one that is computed
-            name = engine.submit(
-                each.prompt, length, sampling, each.prediction, "none" if drafter is None else "drafts"
-            )
-            if each.answer is not None:
-                engine.texts[name] = np.concatenate([each.prompt, each.answer])
-            self.tokens[name] = []
-        while not all(self.tokens.values()):
+        self._waiting, self.has_ended = deque(asked), False
+        for _ in asked[:SEQUENCES]:
+            self._submit(self._waiting.popleft())
+        while not self._all_decode:
             self._step()
 
     def advance(self, num_tokens: int | None) -> Window:
-        """Turn on until so many tokens have come, None for all, or one of the answers has ended: what comes then comes
-        of fewer sequences."""
-        begin, count = self._engine.clock(), 0
+        """Turn on until so many tokens have come, None for all, or one of the answers has ended that no other one comes
+        after: what comes then comes of fewer sequences. Steps that compute a prompt are not counted."""
+        count, seconds = 0, 0.0
         while not self.has_ended and (num_tokens is None or count < num_tokens):
-            count += self._step()
-        return count, self._engine.clock() - begin
+            is_counted, begin = self._all_decode, self._engine.clock()
+            came = self._step()
+            if is_counted:
+                seconds += self._engine.clock() - begin
+                count += came
+        return count, seconds
 
     def finish(self) -> None:
         while self._engine.core.has_work:
             self._step()
+
+    @property
+    def _all_decode(self) -> bool:
+        return all(self.tokens.values())
+
+    def _submit(self, asked: Asked) -> None:
+        length = ANSWER if asked.answer is None else len(asked.answer)
+        name = self._engine.submit(asked.prompt, length, self._sampling, asked.prediction, self._namespace)
+        if asked.answer is not None:
+            self._engine.texts[name] = np.concatenate([asked.prompt, asked.answer])
+        self.tokens[name] = []
 
     def _step(self) -> int:
         count = 0
         for output in self._engine.core.step():
             self.tokens[output.request_id] += output.token_ids
             count += len(output.token_ids)
-            self.has_ended |= output.finish_reason is not None
+            if output.finish_reason is not None and self._waiting:
+                self._submit(self._waiting.popleft())
+            elif output.finish_reason is not None:
+                self.has_ended = True
         return count
 
 
@@ -146,7 +164,7 @@ def answer_round(sides: Sequence[Side], case: Case, asked: Sequence[Asked]) -> t
     while not all(each.has_ended for each in answers):
         for each, own in zip(answers, windows, strict=True):
             if not each.has_ended:
-                own.append(each.advance(case.window * len(asked)))
+                own.append(each.advance(case.window * min(len(asked), SEQUENCES)))
     for each in answers:
         each.finish()
     return windows, answers
@@ -222,7 +240,7 @@ def trained_cases(options: argparse.Namespace, texts: DraftTexts) -> Iterator[Ca
     yield from random_cases(texts, rounds, first)
     first += rounds
     at_once = [
-        [Asked(texts.passage(first + SEQUENCES * round_ + n, CODE)) for n in range(SEQUENCES)] for round_ in (0, 1)
+        [Asked(texts.passage(first + AT_ONCE * round_ + n, CODE)) for n in range(AT_ONCE)] for round_ in range(rounds)
     ]
     yield Case(f"code goes on, {SEQUENCES} sequences", at_once, 1.0)
 

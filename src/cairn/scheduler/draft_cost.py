@@ -3,24 +3,27 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-_DECAY = 0.97
-"""Of what steps have shown, by step of the same kind."""
+_DECAYS = (0.97, 0.9)
+"""Of what steps have shown, by step of the same kind: of one sequence, and of several. With several a draft saves
+little more than it takes, and what it takes in decode steps changes when other programs come: these wait for memory,
+and verifications compute."""
 _UNIT_SHARE = 0.1
 """Of a step in the mean time of decode steps, and of a lookup in that of lookups."""
-_PRIOR_WEIGHT = 1.0
+_PRIOR_WEIGHTS = (1.0, 0.3)
 _PRIOR_DRAFTS = (1, 16)
-"""What is given counts as this many steps with each of these numbers of drafts."""
+"""What is given counts as this many steps, of one sequence and of several, with each of these numbers of drafts."""
 _LEAST_ROW = 0.005
-_MOST_FACTOR, _MOST_SURPRISE, _MOST_FOLD = 1.5, 0.2, 0.5
+_MOST_FACTOR, _MOST_SURPRISE, _MOST_FOLDS = 1.5, 0.2, (0.5, 1.5)
 """A step's verification counts as no longer than so many times what was expected and so many decode steps, a lookup as
-no longer than the latter, and folds as no longer than so many. Some steps are held up."""
+no longer than the latter, and folds as no longer than so many, of one sequence and of several. Some steps are held
+up."""
 _MOST_SPENT = 2.0
 """So many decode steps may be on a balance for one verification whatever was expected."""
 _FORGET = 0.998
 """Of what steps with drafts have shown, by decode step. Who believes that drafts do not pay has none, and would never
 learn that it was the machine that had been busy."""
-_FIRST_REFRESHES, _REFRESH = (4, 8, 12), 16
-"""Steps after which what has been learned is used; sooner at first."""
+_FIRST_REFRESHES, _REFRESHES = ((4, 8, 12), (1, 2)), (16, 4)
+"""Steps after which what has been learned is used, of one sequence and of several; sooner at first."""
 _FORGOTTEN_REFRESH = 64
 """Decode steps after which what has been forgotten is."""
 
@@ -87,8 +90,10 @@ class VerifyCost:
 class _Line:
     """A line through points, of which older ones count less: a weighted least-squares fit, and points that stay."""
 
-    def __init__(self, prior: VerifyCost) -> None:
-        self._prior = [(drafts, prior.extra(drafts), _PRIOR_WEIGHT) for drafts in _PRIOR_DRAFTS]
+    def __init__(self, prior: VerifyCost, weight: float, decay: float) -> None:
+        """`weight`: of what is given. `decay`: of the points, by point."""
+        self._decay = decay
+        self._prior = [(drafts, prior.extra(drafts), weight) for drafts in _PRIOR_DRAFTS]
         self._sums = [0.0] * 5
         self._num_forgotten = 0
         self.num_points = 0
@@ -97,7 +102,9 @@ class _Line:
         """A point."""
         self._forget()
         self.num_points += 1
-        self._sums = [_DECAY * total + term for total, term in zip(self._sums, (1.0, x, x * x, y, x * y), strict=True)]
+        self._sums = [
+            self._decay * total + term for total, term in zip(self._sums, (1.0, x, x * x, y, x * y), strict=True)
+        ]
 
     def forget(self) -> None:
         """All points count a little less."""
@@ -127,7 +134,8 @@ class MeasuredCost:
         self.version = 0
         self._decodes = decodes
         self._alone = self._beside = prior or VerifyCost()
-        self._lines = _Line(self._alone), _Line(self._beside)
+        alone, beside = (_Line(self._alone, *each) for each in zip(_PRIOR_WEIGHTS, _DECAYS, strict=True))
+        self._lines = alone, beside
         self._folds = [0.0, 0.0]
         self._num_folds = [0, 0]
         self._unit: float | None = None
@@ -178,14 +186,14 @@ class MeasuredCost:
             if not num_draft_tokens:
                 self._num_folds[beside] += 1
                 share = max(_UNIT_SHARE, 1 / self._num_folds[beside])
-                self._folds[beside] += share * (min(max(0.0, extra), _MOST_FOLD) - fold)
+                self._folds[beside] += share * (min(max(0.0, extra), _MOST_FOLDS[beside]) - fold)
                 self._forget(num_decodes)
                 return 1.0
             # what it brings is folded by a later step: of one that folds, too, that is as much
             extra, usual = max(0.0, extra if has_folds else extra + fold), self.extra(num_draft_tokens, num_decodes)
             most, line = _MOST_FACTOR * usual + _MOST_SURPRISE, self._lines[beside]
             line.add(num_draft_tokens, min(extra, most))
-            if line.num_points in _FIRST_REFRESHES or line.num_points % _REFRESH == 0:
+            if line.num_points in _FIRST_REFRESHES[beside] or line.num_points % _REFRESHES[beside] == 0:
                 self._refresh()
             return min(extra, max(most, _MOST_SPENT)) / usual
         return 1.0

@@ -51,6 +51,8 @@ _FIRST_SKIPPED, _MOST_SKIPPED = 8, 64
 """After so many lookups in a row that nothing came of, they are as rare as takes about this share of the time that
 decoding takes, but each request has one in so many tokens: at first one in fewer, and then in twice as many each time.
 It is only of a small model that a lookup takes more."""
+_STRIDE_BESIDE = 4
+"""Of several sequences, none of which drafts, all lookups are in one of so many steps: a step's first takes most."""
 
 _GUESS_TOKENS = 8
 """After so many tokens it is looked again what has become of a draft that was worth it, but not affordable."""
@@ -141,7 +143,10 @@ class DraftDepth:
     def idle_tokens(self, request: Request) -> int:
         """How many tokens more it takes until there is another lookup: see `Drafter.idle_tokens`."""
         history = self._histories.get(request)
-        return 0 if history is None else max(0, max(history.look_from, history.pays_from) - request.num_tokens)
+        if history is None:
+            return 0
+        least = 0 if history.num_decodes == 1 else _STRIDE_BESIDE
+        return max(least, max(history.look_from, history.pays_from) - request.num_tokens)
 
     def miss(self, request: Request) -> None:
         """Learn that a lookup has led to no draft."""
