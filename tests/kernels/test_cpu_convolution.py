@@ -12,7 +12,7 @@ from kernels.random_batches import RandomBatch, SequenceRows
 END = 41
 """Rows: more than a thread takes at once."""
 
-CHANNELS = 300
+CHANNELS = 1100
 """A whole block of them, and some that no vector takes."""
 
 

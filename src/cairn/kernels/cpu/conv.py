@@ -24,15 +24,13 @@ from cairn.kernels.cpu.recurrence import (
     store_snapshots,
     with_contiguous_rows,
 )
-from cairn.kernels.cpu.scalars import ZERO, advance, load, store
+from cairn.kernels.cpu.scalars import ZERO, advance, load, load_apart, store, store_apart
 from cairn.kernels.cpu.scalars import silu as silu_of
 from cairn.kernels.cpu.vectors import stack_buffer
 
-BLOCK = 256
-"""Channels that are summed up before the next ones: their sums stay in the core's first cache."""
-
-_KEPT = 5 * BLOCK
-"""Numbers of a block's bias and four taps."""
+BLOCK = 1024
+"""Channels that are summed up before the next ones: weights, and what two rows are made of, stay in the core's first
+cache."""
 
 ROWS = 32
 """Rows of a prefill that a thread takes at once."""
@@ -94,31 +92,47 @@ def _add_tap(out: Any, source: Any, weight: Any, count: int) -> None:
 
 
 @jit
-def _keep_weights(o: Any, channel: int, count: int, kept: Any) -> None:
-    """The bias of a block of channels, or zeros, and its four taps, `BLOCK` numbers apart."""
-    _begin(o, channel, count, kept)
-    for tap in range(4):
-        copy(advance(o.weight, tap * o.channels + channel), advance(kept, (1 + tap) * BLOCK), count)
+def _bias_of(o: Any, channel: int, zeros: Any) -> Any:
+    return advance(o.bias, channel) if o.has_bias else zeros
 
 
 @exact_jit
-def _four_taps(kept: Any, oldest: Any, second: Any, third: Any, newest: Any, j: int) -> Any:
-    """Four times `_add_tap` of one number, in the same order."""
-    value = kept[j] + load(oldest, j) * kept[BLOCK + j]
-    value = value + load(second, j) * kept[2 * BLOCK + j]
-    value = value + load(third, j) * kept[3 * BLOCK + j]
-    return value + load(newest, j) * kept[4 * BLOCK + j]
+def _four_taps(bias: Any, weight: Any, apart: int, oldest: Any, second: Any, third: Any, newest: Any, j: int) -> Any:
+    """Four times `_add_tap` of one number, in the same order. `apart`: numbers between a tap's weight and the next."""
+    value = load_apart(bias, j) + load_apart(oldest, j) * load_apart(weight, j)
+    value = value + load_apart(second, j) * load_apart(weight, apart + j)
+    value = value + load_apart(third, j) * load_apart(weight, 2 * apart + j)
+    return value + load_apart(newest, j) * load_apart(weight, 3 * apart + j)
 
 
 @jit
-def _convolve_row(o: Any, kept: Any, oldest: Any, second: Any, third: Any, newest: Any, count: int, out: Any) -> None:
+def _convolve_row(
+    o: Any, bias: Any, channel: int, oldest: Any, second: Any, third: Any, newest: Any, count: int, out: Any
+) -> None:
     """All four taps of a row at once: what `_begin`, `_add_tap` and `_end` do, with a number read and written once."""
+    weight, apart = advance(o.weight, channel), o.channels
     if o.silu:
         for j in range(count):
-            out[j] = silu_of(_four_taps(kept, oldest, second, third, newest, j))
+            store_apart(out, j, silu_of(_four_taps(bias, weight, apart, oldest, second, third, newest, j)))
     else:
         for j in range(count):
-            out[j] = _four_taps(kept, oldest, second, third, newest, j)
+            store_apart(out, j, _four_taps(bias, weight, apart, oldest, second, third, newest, j))
+
+
+@jit
+def _convolve_two_rows(o: Any, bias: Any, channel: int, oldest: Any, count: int, out: Any) -> None:
+    """`_convolve_row` twice, of rows that follow each other, by one loop: it reads weights and most inputs once."""
+    weight, apart, next_out = advance(o.weight, channel), o.channels, advance(out, o.channels)
+    second = advance(oldest, o.x_row)
+    third, fourth, newest = advance(second, o.x_row), advance(second, 2 * o.x_row), advance(second, 3 * o.x_row)
+    if o.silu:
+        for j in range(count):
+            store_apart(out, j, silu_of(_four_taps(bias, weight, apart, oldest, second, third, fourth, j)))
+            store_apart(next_out, j, silu_of(_four_taps(bias, weight, apart, second, third, fourth, newest, j)))
+    else:
+        for j in range(count):
+            store_apart(out, j, _four_taps(bias, weight, apart, oldest, second, third, fourth, j))
+            store_apart(next_out, j, _four_taps(bias, weight, apart, second, third, fourth, newest, j))
 
 
 @jit
@@ -132,7 +146,9 @@ def _end(o: Any, out: Any, count: int) -> None:
 def _conv_decode(begin: int, end: int, o: Any, s: Any) -> None:
     """Items are sequences."""
     taps, channels = o.width - 1, o.channels
-    kept = stack_buffer(_KEPT)
+    zeros = stack_buffer(BLOCK)
+    for j in range(BLOCK):
+        zeros[j] = ZERO
     scratch = s.states
     if has_verifies(s):
         buffer = np.empty(room_for_state(s.state_size), np.float32)
@@ -147,10 +163,9 @@ def _conv_decode(begin: int, end: int, o: Any, s: Any) -> None:
                 out, newest = advance(o.out, row * channels + channel), advance(o.x, row * o.x_row + channel)
                 at_once = taps == 3 and not fresh
                 if at_once:
-                    _keep_weights(o, channel, count, kept)
-                    past = advance(state, channel)
+                    past, bias = advance(state, channel), _bias_of(o, channel, zeros)
                     second, third = advance(past, channels), advance(past, 2 * channels)
-                    _convolve_row(o, kept, past, second, third, newest, count, out)
+                    _convolve_row(o, bias, channel, past, second, third, newest, count, out)
                 else:
                     _begin(o, channel, count, out)
                 for tap in range(taps):
@@ -189,7 +204,9 @@ def _add_taps(o: Any, state: Any, fresh: bool, begin_row: int, row: int, channel
 def _conv_prefill(begin: int, end: int, o: Any, s: Any, num_rows: int) -> None:
     """Items are blocks of rows, from the first prefill row on."""
     taps, channels = o.width - 1, o.channels
-    kept = stack_buffer(_KEPT)
+    zeros = stack_buffer(BLOCK)
+    for j in range(BLOCK):
+        zeros[j] = ZERO
     sequence = s.first_prefill
     first_prefill_row = int(s.cu_seqlens[sequence])
     first_row = first_prefill_row + begin * ROWS
@@ -204,22 +221,23 @@ def _conv_prefill(begin: int, end: int, o: Any, s: Any, num_rows: int) -> None:
         fresh = s.seq_starts[sequence] == 0
         for channel in range(0, channels, BLOCK):
             count = min(BLOCK, channels - channel)
-            if taps == 3:
-                _keep_weights(o, channel, count, kept)
-            for row in range(first_row, last_row):
-                out = advance(o.out, row * channels + channel)
-                if taps == 3 and row - taps >= begin_row:
-                    oldest = advance(o.x, (row - taps) * o.x_row + channel)
-                    second, third, newest = (
-                        advance(oldest, o.x_row),
-                        advance(oldest, 2 * o.x_row),
-                        advance(oldest, 3 * o.x_row),
-                    )
-                    _convolve_row(o, kept, oldest, second, third, newest, count, out)
+            bias, row = _bias_of(o, channel, zeros), first_row
+            while row < last_row:
+                out, oldest = advance(o.out, row * channels + channel), advance(o.x, (row - taps) * o.x_row + channel)
+                at_once = taps == 3 and row - taps >= begin_row
+                if at_once and row + 1 < last_row:
+                    _convolve_two_rows(o, bias, channel, oldest, count, out)
+                    row += 2
+                    continue
+                if at_once:
+                    second, third = advance(oldest, o.x_row), advance(oldest, 2 * o.x_row)
+                    newest = advance(oldest, 3 * o.x_row)
+                    _convolve_row(o, bias, channel, oldest, second, third, newest, count, out)
                 else:
                     _begin(o, channel, count, out)
                     _add_taps(o, state, fresh, begin_row, row, channel, count, out)
                     _end(o, out, count)
+                row += 1
         first_row = last_row
 
 

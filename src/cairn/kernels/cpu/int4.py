@@ -20,13 +20,20 @@ from cairn.errors import ConfigError
 from cairn.kernels.cpu.amx import FACTOR_WORDS, HAS_AMX, INT4_GROUP_WORDS, SPARE_ROWS
 from cairn.kernels.cpu.compiled import ELEMENTS, I8, I32, I64, INT, U8, kernel, optional_arg, row_args
 from cairn.kernels.cpu.huge_pages import weight_memory
-from cairn.kernels.cpu.int8 import OUTPUTS, scale_of, whole_number
-from cairn.kernels.cpu.onednn import ZERO_POINT
-from cairn.kernels.cpu.panels import RowPartition, as_words, multiply_items, partition_rows, product_type
+from cairn.kernels.cpu.int8 import OUTPUTS, scale_of, signed_number
+from cairn.kernels.cpu.panels import (
+    RowPartition,
+    as_words,
+    goes_across,
+    multiply_items,
+    partition_rows,
+    product_type,
+    whole_blocks,
+)
 from cairn.kernels.cpu.scalars import advance, bits_of, load
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.cpu.tiles import GROUP, HAS_INT4, PANEL, VECTOR_GROUP
-from cairn.kernels.cpu.vectors import pointer_to
+from cairn.kernels.cpu.vectors import ROWS_ACROSS, pointer_to, set_address, stack_buffer, transpose_rows
 from cairn.kernels.int4 import Int4Weight
 
 _INPUTS_OF_WORD = 8
@@ -120,35 +127,47 @@ def _quantize_groups(
     """In groups of rows, as `panels` has them, words of all rows side by side: of each group of inputs its scale, its
     sum, two that are not used, and the numbers; for tiles every second word of a row side by side, and then the others.
     A scale is NaN where one of its numbers is."""
-    buffer = np.zeros(group, np.int8)
-    numbers = pointer_to(buffer)
-    words = as_words(numbers)
-    step = 2 * FACTOR_WORDS + group // 4
+    buffer, table = np.zeros(max(GROUP, ROWS_ACROSS) * group, np.int8), np.empty(ROWS_ACROSS, np.int64)
+    numbers, rows, scales = pointer_to(buffer), pointer_to(table), stack_buffer(GROUP)
+    for i in range(ROWS_ACROSS):
+        set_address(rows, i, advance(numbers, i * group))
+    num_groups, num_words = inputs // group, group // 4
+    step = 2 * FACTOR_WORDS + num_words
     for item in range(begin, end):
         first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
-        target = as_words(advance(out, first * (inputs // group) * step * 4))
-        for i in range(count):
-            source = advance(x, (order[first + i] if has_order else first + i) * row)
-            for place in range(inputs // group):
-                part = advance(source, place * group)
-                scale = scale_of(part, group)
-                factor = np.float32(1) / scale
-                total = np.int32(0)
+        # What all rows' numbers of a group of inputs become lies together, in the first cache.
+        for place in range(num_groups):
+            target = as_words(advance(out, (first * num_groups + place * count) * step * 4))
+            for i in range(count):
+                source = advance(x, (order[first + i] if has_order else first + i) * row)
+                scales[i] = scale_of(advance(source, place * group), group)
+            for i in range(count):
+                source = advance(x, (order[first + i] if has_order else first + i) * row)
+                part, mine = advance(source, place * group), advance(numbers, i * group)
+                factor, total = np.float32(1) / scales[i], np.int32(0)
                 for j in range(group):
-                    number = np.int32(whole_number(load(part, j) * factor)) - np.int32(ZERO_POINT)
-                    total += number
-                    numbers[j] = np.int8(number)
-                at = advance(target, place * step * count + i)
-                at[0] = np.int32(bits_of(scale))
-                at[count] = np.int32(bits_of(scale * np.float32(total)))
+                    number = signed_number(load(part, j) * factor)
+                    total = np.int32(total + number)
+                    mine[j] = np.int8(number)
+                target[i] = np.int32(bits_of(scales[i]))
+                target[count + i] = np.int32(bits_of(scales[i] * np.float32(total)))
+            lines, done = advance(target, 2 * FACTOR_WORDS * count), 0
+            if goes_across(count) and not by_tiles:
+                # Behind the last line there is the next group's, which is yet to be written.
+                done = num_words // ROWS_ACROSS * ROWS_ACROSS if place + 1 < num_groups else whole_blocks(num_words)
+                for word in range(0, done, ROWS_ACROSS):
+                    transpose_rows(rows, word, advance(lines, word * count), count)
+            for i in range(count):
+                words = as_words(advance(numbers, i * group))
                 if by_tiles:
-                    lines = advance(target, (place * step + 2 * FACTOR_WORDS) * count + i * INT4_GROUP_WORDS)
+                    line = advance(lines, i * INT4_GROUP_WORDS)
                     for word in range(INT4_GROUP_WORDS):
-                        lines[word] = words[2 * word]
-                        lines[INT4_GROUP_WORDS * count + word] = words[2 * word + 1]
+                        line[word] = words[2 * word]
+                        line[INT4_GROUP_WORDS * count + word] = words[2 * word + 1]
                 else:
-                    for word in range(group // 4):
-                        at[(2 * FACTOR_WORDS + word) * count] = words[word]
+                    for word in range(done, num_words):
+                        lines[word * count + i] = words[word]
+    table[0] = 0
     buffer[0] = 0
 
 

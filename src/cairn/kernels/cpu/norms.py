@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, FLOAT, INT, jit, kernel, row_args
 from cairn.kernels.cpu.scalars import ONE, advance, load, product, silu, store
+from cairn.kernels.cpu.vectors import LINE, prefetch_near
 
 _DTYPES: Mapping[tuple[torch.dtype, torch.dtype], tuple[Any, Any]] = {
     (torch.float32, torch.float32): (F32, F32),
@@ -16,6 +17,21 @@ _DTYPES: Mapping[tuple[torch.dtype, torch.dtype], tuple[Any, Any]] = {
     (torch.bfloat16, torch.float32): (BF16, F32),
 }
 """Of what is normed, or of its gate, and of the weight."""
+
+
+_NARROW_OF_LINE, _WIDE_OF_LINE = LINE // 2, LINE // 4
+"""Numbers of a cache line."""
+
+_HEADS_AHEAD = 8
+"""Heads between the one that is normed and the one that is asked for: short runs, and far apart."""
+
+
+@jit
+def _ask_for_head(x: Any, row: int, head: int, heads: int, item: int, numbers_of_line: int, count: int) -> None:
+    """The numbers of head `_HEADS_AHEAD` after `item`, into the first cache; beyond the last head it costs nothing."""
+    source = advance(x, (item + _HEADS_AHEAD) // heads * row + (item + _HEADS_AHEAD) % heads * head)
+    for j in range(0, count, numbers_of_line):
+        prefetch_near(advance(source, j))
 
 
 @jit
@@ -33,6 +49,8 @@ def _rms_norm(
 ) -> None:
     for i in range(begin, end):
         source, target = advance(x, i // heads * row + i % heads * head), advance(out, i * width)
+        if heads > 1:
+            _ask_for_head(x, row, head, heads, i, _NARROW_OF_LINE, width)
         scale = _inverse_rms(source, width, eps)
         for j in range(width):
             store(target, j, product(load(source, j), scale, load(weight, j)))
@@ -110,6 +128,8 @@ def _rms_norm_then_gate(
     for i in range(begin, end):
         source = advance(x, i // heads * x_row + i % heads * x_head)
         gates, target = advance(gate, i // heads * gate_row + i % heads * dim), advance(out, i * dim)
+        _ask_for_head(x, x_row, x_head, heads, i, _WIDE_OF_LINE, dim)
+        _ask_for_head(gate, gate_row, dim, heads, i, _NARROW_OF_LINE, dim)
         scale = _inverse_rms(source, dim, eps)
         for j in range(dim):
             store(target, j, product(source[j], scale, weight[j]) * silu(load(gates, j)))

@@ -61,7 +61,16 @@ from cairn.kernels.cpu.tiles import (
     wide_words,
     widen_words,
 )
-from cairn.kernels.cpu.vectors import LANES, aligned, round_up
+from cairn.kernels.cpu.vectors import (
+    LANES,
+    ROWS_ACROSS,
+    aligned,
+    pointer_to,
+    round_up,
+    set_address,
+    transpose_rows,
+    transpose_widened,
+)
 
 GROUPS_OF_SEGMENT = 16
 
@@ -255,13 +264,21 @@ def _group_rows(
 ) -> None:
     full = inputs // 2
     words = round_up(full + inputs % 2, RUN)
+    table = np.empty(ROWS_ACROSS, np.int64)
+    rows = pointer_to(table)
     for item in range(begin, end):
         first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
         target = as_words(advance(out, first * words * 2))
+        done = 0
+        if RUN == 1 and goes_across(count):
+            done = whole_blocks(full)
+            _list_rows(x, row, order, has_order, first, count, rows)
+            for word in range(0, done, ROWS_ACROSS):
+                transpose_rows(rows, word, advance(target, word * count), count)
         for i in range(count):
             source = advance(x, (order[first + i] if has_order else first + i) * row)
             pairs = as_words(source)
-            for word in range(0, full // RUN * RUN, RUN):
+            for word in range(done, full // RUN * RUN, RUN):
                 for j in range(RUN):
                     target[place_of(word, i, count) + j] = pairs[word + j]
             for word in range(full // RUN * RUN, full):
@@ -270,6 +287,27 @@ def _group_rows(
                 target[place_of(word, i, count)] = np.int32(0)
             if inputs % 2:
                 target[place_of(full, i, count)] = np.int32(source[inputs - 1])
+    table[0] = 0
+
+
+@jit
+def goes_across(count: Any) -> Any:
+    """Whether so many rows are worth `transpose_rows`."""
+    return 4 * count >= ROWS_ACROSS and count <= ROWS_ACROSS
+
+
+@jit
+def whole_blocks(words: int) -> Any:
+    """Of so many words of each row, those that `transpose_rows` may take, and leaves room behind the last line."""
+    return max(0, words - ROWS_ACROSS) // ROWS_ACROSS * ROWS_ACROSS
+
+
+@jit
+def _list_rows(x: Any, row: int, order: Any, has_order: int, first: Any, count: Any, rows: Any) -> None:
+    """The addresses of a group's rows; of those that it has not, of its last one."""
+    for i in range(ROWS_ACROSS):
+        number = first + min(i, count - 1)
+        set_address(rows, i, advance(x, (order[number] if has_order else number) * row))
 
 
 @kernel({torch.bfloat16: (I32, I64, INT, BF16, INT, F32, INT)}, needs=_WIDENS)
@@ -278,15 +316,24 @@ def _widen_rows(
 ) -> None:
     """As `_group_rows`, in float32: of each word the first inputs of all rows, and then the second ones."""
     words = (inputs + 1) // 2
+    table = np.empty(ROWS_ACROSS, np.int64)
+    rows = pointer_to(table)
     for item in range(begin, end):
         first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
         target = advance(out, first * words * 2)
+        done = 0
+        if goes_across(count):
+            done = whole_blocks(inputs)
+            _list_rows(x, row, order, has_order, first, count, rows)
+            for j in range(0, done, ROWS_ACROSS):
+                transpose_widened(rows, j, advance(target, j * count), count)
         for i in range(count):
             source = advance(x, (order[first + i] if has_order else first + i) * row)
-            for j in range(inputs):
+            for j in range(done, inputs):
                 target[j * count + i] = load(source, j)
             if inputs % 2:
                 target[inputs * count + i] = np.float32(0)
+    table[0] = 0
 
 
 @intrinsic

@@ -97,6 +97,31 @@ def store(typingctx: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def load_apart(typingctx: Any, pointer: Any, index: Any) -> Any:
+    """`load` of what no `store_apart` of the same kernel writes: without that LLVM would compare where all of them
+    lead, and leaves a loop of many as it is."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        number = builder.load(builder.gep(args[0], [args[1]]))
+        number.set_metadata("noalias", _results(builder.module))
+        return _widened(pointer, builder, number)
+
+    return (types.float32(pointer, types.int64), code) if pointer in (F32, BF16, F16) else None
+
+
+@intrinsic
+def store_apart(typingctx: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """`store` of what no `load_apart` of the same kernel reads."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        stored = builder.store(_narrowed(pointer, builder, args[2]), builder.gep(args[0], [args[1]]))
+        stored.set_metadata("alias.scope", _results(builder.module))
+        return context.get_dummy_value()
+
+    return (types.void(pointer, types.int64, types.float32), code) if pointer in (F32, BF16, F16) else None
+
+
+@intrinsic
 def load_word(typingctx: Any, pointer: Any, place: Any) -> Any:
     """uint64: eight bytes, wherever they lie, from byte `place` on."""
 
@@ -126,6 +151,11 @@ def rounded(typingctx: Any, pointer: Any, value: Any) -> Any:
         return _widened(pointer, builder, _narrowed(pointer, builder, args[1]))
 
     return (types.float32(pointer, types.float32), code) if pointer in (F32, BF16, F16) else None
+
+
+def _results(module: Any) -> Any:
+    """LLVM's list of alias scopes with the one of `store_apart`."""
+    return module.add_metadata([module.add_metadata(["cairn.results", module.add_metadata(["cairn.kernels"])])])
 
 
 def _word_at(builder: Any, pointer: Any, place: Any, word: Any) -> Any:

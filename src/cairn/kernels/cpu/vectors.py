@@ -29,6 +29,9 @@ TILE_ROWS = 8 if _AVX512 else 2
 TILE_LANES = 32
 """Columns of a tile."""
 
+ROWS_ACROSS = LANES if _AVX512 else LANES // 2
+"""Rows of `transpose_rows`: lanes of a register."""
+
 _ROWS_AT_ONCE = LANES if _AVX512 else 4
 """Rows whose dot products are summed up at once: their sums, of 16 lanes each, stay in registers."""
 
@@ -72,14 +75,15 @@ def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _shuffle(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), list(lanes))
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
     return builder.shuffle_vector(a, b, mask)
 
 
 def _interleave(builder: Any, low: Any, high: Any, step: int) -> tuple[Any, Any]:
     """Of each pair of blocks of `step` lanes: the first blocks of both vectors, and the second ones of both."""
-    first = [j if not j & step else LANES + j - step for j in range(LANES)]
-    second = [j + step if not j & step else LANES + j for j in range(LANES)]
+    lanes = low.type.count
+    first = [j if not j & step else lanes + j - step for j in range(lanes)]
+    second = [j + step if not j & step else lanes + j for j in range(lanes)]
     return _shuffle(builder, low, high, first), _shuffle(builder, low, high, second)
 
 
@@ -98,6 +102,17 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         prefetch_line(builder, args[0], cache=2)
+        return context.get_dummy_value()
+
+    return types.void(address), code
+
+
+@intrinsic
+def prefetch_near(typingctx: Any, address: Any) -> Any:
+    """What lies at a pointer will be read next: into the first cache."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        prefetch_line(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(address), code
@@ -144,6 +159,70 @@ def aligned(typingctx: Any, array: Any) -> Any:
     return (pointer(array), code) if array.dtype in (types.float32, types.int32) else None
 
 
+def _transposed(builder: Any, rows: Sequence[Any]) -> Sequence[Any]:
+    """LLVM code: as many vectors as each has lanes, transposed."""
+    lines, step = list(rows), len(rows) // 2
+    while step:
+        for number in range(len(lines)):
+            if not number & step:
+                pair = lines[number], lines[number + step]
+                lines[number], lines[number + step] = _interleave(builder, *pair, step)
+        step //= 2
+    return lines
+
+
+@intrinsic
+def set_address(typingctx: Any, table: Any, number: Any, pointer: Any) -> Any:
+    """Number `number` of a table becomes the address that a pointer has."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        builder.store(builder.ptrtoint(args[2], _I64), builder.gep(args[0], [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(I64, types.int64, pointer), code
+
+
+def _transpose_rows(bits: int) -> Any:
+    """The function for rows of words, or of bfloat16 numbers that become float32."""
+
+    def write(builder: Any, function: Any) -> None:
+        rows, first, target, line = function.args
+        words = ir.VectorType(ir.IntType(32), ROWS_ACROSS)
+
+        def row(number: int) -> Any:
+            address = builder.load(builder.gep(rows, [ir.Constant(_I64, number)]))
+            at = builder.gep(builder.inttoptr(address, ir.IntType(bits).as_pointer()), [first])
+            vector = ir.VectorType(ir.IntType(bits), ROWS_ACROSS)
+            loaded = builder.load(builder.bitcast(at, vector.as_pointer()), align=1)
+            if bits == 32:
+                return loaded
+            return builder.shl(builder.zext(loaded, words), ir.Constant(words, [16] * ROWS_ACROSS))
+
+        for number, each in enumerate(_transposed(builder, [row(number) for number in range(ROWS_ACROSS)])):
+            at = builder.gep(target, [builder.mul(line, ir.Constant(_I64, number))])
+            builder.store(each, builder.bitcast(at, words.as_pointer()), align=4)
+
+    @intrinsic
+    def transpose(typingctx: Any, rows: Any, first: Any, target: Any, line: Any) -> Any:
+        def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            call_shared(builder, f"cairn.transpose_rows.{bits}", args, write)
+            return context.get_dummy_value()
+
+        kind = I32 if bits == 32 else F32
+        return (types.void(I64, types.int64, kind, types.int64), code) if target == kind else None
+
+    return transpose
+
+
+transpose_rows = _transpose_rows(32)
+"""(rows, first, target, line): of `ROWS_ACROSS` rows of words, at the addresses in a table, `ROWS_ACROSS` words from
+number `first` on become as many lines, `line` words apart. Lines are written one after the other, each of them in full:
+of fewer rows, those that are too many are where the next line begins, and behind the last one."""
+
+transpose_widened = _transpose_rows(16)
+"""The same of rows of bfloat16, which become float32."""
+
+
 @intrinsic
 def transpose_16(typingctx: Any, source: Any, row: Any, target: Any, line: Any) -> Any:
     """The first 16 numbers of 16 rows at `source`, `row` numbers apart, become 16 lines at `target`, `line` numbers
@@ -158,14 +237,7 @@ def transpose_16(typingctx: Any, source: Any, row: Any, target: Any, line: Any) 
             return builder.bitcast(builder.gep(pointer, [builder.mul(step, ir.Constant(_I64, number))]), vector)
 
         rows = [builder.load(place(source, row, number), align=1) for number in range(LANES)]
-        step = LANES // 2
-        while step:
-            for number in range(LANES):
-                if not number & step:
-                    pair = rows[number], rows[number + step]
-                    rows[number], rows[number + step] = _interleave(builder, *pair, step)
-            step //= 2
-        for number, each in enumerate(rows):
+        for number, each in enumerate(_transposed(builder, rows)):
             builder.store(each, place(target, line, number), align=1)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
