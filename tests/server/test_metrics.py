@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.engine.contract import EngineConfig, EngineStats, ImageStats, PoolStats, SpecDecodeStats
@@ -83,6 +84,21 @@ def test_a_model_without_attention_has_room_for_as_many_requests_as_slots():
     metrics = Metrics(replace(info, cache=replace(info.cache, bytes_per_token=0)), "m")
     text = metrics.exposition(EngineStats()).decode()
     assert 'kv_cache_max_concurrency="7.0"' in text and 'kv_cache_size_tokens="3584"' in text
+
+
+def test_a_histogram_says_what_prometheus_clients_says():
+    values, buckets = (-1.0, 0.0, 0.5, 1.0, 1.5, 2.0, 1e11, 3.0), (0.5, 1.0, 2.0, 1e10)
+    registry, labels = CollectorRegistry(), ("model_name", "engine")
+    reference = Histogram("vllm:some_seconds", "Some seconds.", labels, registry=registry, buckets=buckets)
+    info = build_echo_core(EngineConfig(model="echo", max_num_seqs=7, max_model_len=512)).info
+    metrics = Metrics(info, "m", lambda: 7.5)
+    own = metrics._histogram("some_seconds", buckets)
+    for value in values:
+        reference.labels("m", "0").observe(value)
+        own.observe(value)
+    lines = metrics.exposition(EngineStats()).decode().splitlines()
+    wanted = re.sub(r"(_created{.*}) \S+", r"\1 7.5", generate_latest(registry).decode()).splitlines()
+    assert [line for line in lines if "some_seconds" in line] == wanted
 
 
 @pytest.mark.parametrize(

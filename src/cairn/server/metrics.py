@@ -4,15 +4,19 @@ Engine counters are exported from one `EngineStats` per scrape; request times ar
 to this object, so two servers in one process do not mix.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from cairn.engine.contract import (
     STEP_SIZES,
@@ -271,12 +275,35 @@ def _capacity(info: EngineInfo) -> dict[str, str]:
     return {"kv_cache_size_tokens": str(num_tokens), "kv_cache_max_concurrency": str(concurrency)}
 
 
+class _Histogram(Collector):
+    """As prometheus_client's, which looks through the buckets and takes two locks for each value: longer than all the
+    rest of a token. For one thread."""
+
+    def __init__(self, name: str, buckets: Sequence[float], labels: Sequence[str], created: float) -> None:
+        self._name, self._buckets, self._labels, self._created = name, buckets, labels, created
+        self._counts, self._sum = [0] * (len(buckets) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._buckets, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        text = self._name.replace("_", " ").capitalize() + "."
+        bounds = map(floatToGoString, (*self._buckets, math.inf))
+        histogram = HistogramMetricFamily(f"vllm:{self._name}", text, labels=_LABELS)
+        histogram.add_metric(self._labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        labels = dict(zip(_LABELS, self._labels, strict=True))
+        histogram.add_sample(f"{histogram.name}_created", labels, self._created)
+        yield histogram
+
+
 class Metrics:
     """All metrics of one server. `queue_full`: counts requests that the queue has no place for."""
 
-    def __init__(self, info: EngineInfo, model_name: str) -> None:
+    def __init__(self, info: EngineInfo, model_name: str, wall: Callable[[], float] = time.time) -> None:
         self._registry = CollectorRegistry()
         self._labels = (model_name, "0")
+        self._created = wall()
         self._engine = _EngineCollector(info, self._labels)
         self._registry.register(self._engine)
         self.first_token = self._histogram("time_to_first_token_seconds", _FIRST_TOKEN_BUCKETS)
@@ -299,7 +326,7 @@ class Metrics:
         text = "Requests that found a queue full."
         rejections = Counter("vllm:admission_rejections", text, ("model_name", "reason"), registry=self._registry)
         self.queue_full = rejections.labels(model_name, "max_num_queued_reqs")
-        self._transfers: Sequence[Histogram] = ()
+        self._transfers: Sequence[_Histogram] = ()
         if info.side_channel is not None:
             self._transfers = [self._histogram(name, buckets) for name, buckets in _TRANSFER_BUCKETS]
         labels = (*_LABELS, "finished_reason")
@@ -317,10 +344,10 @@ class Metrics:
         for histogram, size in zip(self._transfers, sizes, strict=False):  # none without a side channel
             histogram.observe(size)
 
-    def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
-        text = name.replace("_", " ").capitalize() + "."
-        family = Histogram(f"vllm:{name}", text, _LABELS, registry=self._registry, buckets=buckets)
-        return family.labels(*self._labels)
+    def _histogram(self, name: str, buckets: Sequence[float]) -> _Histogram:
+        histogram = _Histogram(name, buckets, self._labels, self._created)
+        self._registry.register(histogram)
+        return histogram
 
 
 @dataclass(slots=True)
@@ -337,21 +364,20 @@ class RequestMeter:
     index: int
     lengths: list[int]
     max_model_len: int
-    _first: float | None = field(init=False, default=None)
-    _last: float = field(init=False, default=0.0)
+    _first: float = field(init=False, default=0.0)
+    _last: float | None = field(init=False, default=None)
     _num_tokens: int = field(init=False, default=0)
     _ended: bool = field(init=False, default=False)
 
     def record(self, output: GenerateOutput, now: float) -> None:
-        metrics = self.metrics
-        if output.token_ids:
-            if self._first is None:
+        if num_tokens := len(output.token_ids):
+            if self._last is None:
                 self._first = now
-                metrics.first_token.observe(now - self.arrival_time)
+                self.metrics.first_token.observe(now - self.arrival_time)
             else:
-                metrics.inter_token.observe((now - self._last) / len(output.token_ids))
+                self.metrics.inter_token.observe((now - self._last) / num_tokens)
             self._last = now
-            self._num_tokens += len(output.token_ids)
+            self._num_tokens += num_tokens
         if output.finish_reason is not None:
             self._finish(output, now)
 
@@ -383,6 +409,6 @@ class RequestMeter:
             metrics.queue_time.observe(output.timings.queue)
             metrics.prefill_time.observe(output.timings.prefill)
             metrics.decode_time.observe(output.timings.decode)
-        if self._first is not None and self._num_tokens > 1:
+        if self._last is not None and self._num_tokens > 1:
             metrics.per_output_token.observe((self._last - self._first) / (self._num_tokens - 1))
         self.end(output.finish_reason or "error")
