@@ -16,7 +16,9 @@ def request(name="a", **fields):
 
 def read(requests, *outputs):
     detokenizers = {each.request_id: Detokenizer(ByteTokenizer(), each) for each in requests}
-    return [detokenizers[output.request_id].add_text(output) for output in outputs], detokenizers
+    for output in outputs:
+        detokenizers[output.request_id].add_text(output)
+    return outputs, detokenizers
 
 
 def output(tokens, name="a", finish=None, **fields):

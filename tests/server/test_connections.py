@@ -261,13 +261,47 @@ def test_pieces_of_a_chunked_response_can_be_written_without_a_task():
         sent = wire.written
         connection.write(b"ab")
         assert wire.written == sent + b"2\r\nab\r\n" and sent.endswith(b"2\r\nab\r\n")
-        for unread, can_write in ((0, True), (1 << 16, True), ((1 << 16) + 1, False), (0, True)):
-            wire.unread = unread
-            assert connection.can_write == can_write
-        wire.close()
+        assert connection.can_write
+        connection.pause_writing()
         assert not connection.can_write
-        connection.connection_lost(None)
-        assert connection not in connection.scope.values()
+        connection.resume_writing()
+        assert connection.can_write
+        lost, _ = await connected(app=app)
+        lost.data_received(GET)
+        await asyncio.sleep(1)
+        assert lost.can_write
+        lost.connection_lost(None)
+        assert not lost.can_write and lost not in lost.scope.values()
+        connection.close()
+        assert not connection.can_write
+
+    run(play())
+
+
+def test_a_piece_of_a_response_waits_for_its_head():
+    """Also on a connection that has had a response before, and not for what its client has not read of that one."""
+    seen = []
+
+    async def app(scope, receive, send):
+        connection = scope["cairn.connection"]
+        seen.append(connection.can_write)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        seen.append(connection.can_write)
+        await asyncio.sleep(1)
+        seen.append(connection.can_write)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def play():
+        connection, wire = await connected(app=app)
+        connection.data_received(GET)
+        await asyncio.sleep(2)
+        connection.data_received(GET)
+        await asyncio.sleep(2)
+        assert wire.statuses() == [200, 200] and seen == [False, False, True, True, False, True]
+        connection.pause_writing()
+        connection._hold_head()
+        await asyncio.sleep(1)
+        assert not connection.can_write, "the head went, and waits with what came before it"
 
     run(play())
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cairn.engine.contract import GenerateOutput, RenderedPrompt
+from cairn.engine.contract import GenerateOutput, RenderedPrompt, TokenLogprobs
 from cairn.server.openai.chat_message import ChatMessage
 from cairn.server.openai.generate import PromptEvents
 from cairn.server.openai.logprobs import LogprobsFormatter
@@ -12,6 +12,7 @@ from cairn.server.openai.requests import ChatRequest, CompletionRequest
 from cairn.server.openai.response_writer import ChatWriter, CompletionWriter
 from cairn.server.options import AnswerOptions
 from cairn.server.parsers.output_parser import OutputParser
+from cairn.types import ManualClock
 
 PIECES = ["a", 'b"\\', "\n\0", "", "é🦜\u2028", '","text":', "", "\x7f/"]
 NAME = '\0"\0"\\u0000'
@@ -71,15 +72,33 @@ class Reader:
         self.written += data
 
 
-def test_outputs_are_written_at_once_to_clients_that_keep_up_and_to_no_other():
-    def output(text):
-        return GenerateOutput(request_id="r", token_ids=[1], text=text)
+class Meter:
+    """When outputs were recorded."""
 
-    stream, reader = PromptEvents(make_writer("completion", stream_interval=2)), Reader()
-    assert not stream.take(0, output("a")) and not stream.writer.choices[0].texts, "the stream has not begun"
+    def __init__(self):
+        self.times = []
+
+    def record(self, output, now):
+        self.times.append(now)
+
+
+def test_outputs_are_written_at_once_to_clients_that_keep_up_and_to_no_other():
+    def output(text, **fields):
+        return GenerateOutput(request_id="r", index=1, token_ids=[1], text=text, **fields)
+
+    writer, reader = make_writer("completion", stream_interval=2), Reader()
+    clock, meters = ManualClock(), [Meter(), Meter()]
+    stream = PromptEvents(writer, meters, clock)
+    assert not stream.take(0, output("a")) and not writer.choices[1].token_ids, "the stream has not begun"
     stream.connection = reader
-    assert stream.take(0, output("a")) and stream.take(0, output("b")) and stream.take(0, output("c"))
+    for text in "abc":
+        clock.advance(1)
+        assert stream.take(0, output(text))
+    told = TokenLogprobs(width=1, token_ids=bytes(4), values=bytes(4), ranks=bytes(4))
+    for more in ({"finish_reason": "stop"}, {"logprobs": told}, {"prompt_logprobs": told}):
+        assert not stream.take(0, output("d", **more)), "it says more than tokens"
     texts = [json.loads(line)["choices"][0]["text"] for line in reader.written.decode().split("data: ")[1:]]
     assert texts == ["a", "bc"]
     reader.can_write = False
-    assert not stream.take(0, output("d")) and stream.writer.choices[0].texts == ["a", "bc"]
+    assert not stream.take(0, output("d")) and writer.choices[1].token_ids == [1, 1, 1]
+    assert [meter.times for meter in meters] == [[], [1, 2, 3]], "what is taken is measured"

@@ -67,17 +67,18 @@ class OutputQueue:
     answers.
     """
 
+    __slots__ = ("_error", "_outputs", "_reader", "take")
+
     def __init__(self) -> None:
         self._outputs: dict[tuple[str, int], GenerateOutput] = {}
         self._error: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
-        self._take: TakeOutput | None = None  # while the reader waits
+        self.take: TakeOutput | None = None
+        """While the reader waits, and nothing else does: to be asked before `put`."""
 
-    def put(self, output: GenerateOutput, number: int = 0) -> None:
-        """An output of request number `number` of them. Nothing is taken after a failure."""
+    def put(self, output: GenerateOutput) -> None:
+        """Nothing is taken after a failure."""
         if self._error is not None:
-            return
-        if self._take is not None and not self._outputs and self._take(number, output):
             return
         answer = output.request_id, output.index
         old = self._outputs.get(answer)
@@ -96,29 +97,35 @@ class OutputQueue:
             if self._error is not None:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
-            self._take = take
+            self.take = take
             try:
                 await self._reader
             finally:
-                self._take = None
+                self.take = None
         return self._outputs.pop(next(iter(self._outputs)))
 
     def _wake_reader(self) -> None:
+        self.take = None
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
 
-class _OpenRequest:
-    """Request number `number` of those that share a queue."""
+class _OpenRequest(Detokenizer):
+    """Request number `number` of those that share a queue. One object: what a token has to look at is in no near cache
+    when it comes, and takes most of its time."""
 
-    __slots__ = ("_detokenizer", "_number", "queue")
+    __slots__ = ("_number", "queue")
 
-    def __init__(self, queue: OutputQueue, number: int, detokenizer: Detokenizer) -> None:
-        self.queue, self._number, self._detokenizer = queue, number, detokenizer
+    def __init__(self, queue: OutputQueue, number: int, tokenizer: TextTokenizer, request: GenerateRequest) -> None:
+        super().__init__(tokenizer, request)
+        self.queue, self._number = queue, number
 
     def put(self, output: GenerateOutput) -> None:
         try:
-            self.queue.put(self._detokenizer.add_text(output), self._number)
+            self.add_text(output)
+            take = self.queue.take
+            if take is None or not take(self._number, output):
+                self.queue.put(output)
         except Exception as error:  # what is wrong with one answer is its reader's, not the core's
             self.queue.fail(error)
 
@@ -349,8 +356,7 @@ class CoreClient:
         self.transport.send(Submit(list(requests)))
         queue = OutputQueue()
         for number, request in enumerate(requests):
-            detokenizer = Detokenizer(self.tokenizer, request)
-            self._open[request.request_id] = _OpenRequest(queue, number, detokenizer)
+            self._open[request.request_id] = _OpenRequest(queue, number, self.tokenizer, request)
         self._emptied.clear()
         return queue
 

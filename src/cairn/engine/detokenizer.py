@@ -3,8 +3,6 @@
 Answers with stop strings are not among them: the core has to see their text to end them in time.
 """
 
-import msgspec
-
 from cairn.engine.contract import GenerateOutput, GenerateRequest, TextStream, TextTokenizer
 
 
@@ -18,12 +16,12 @@ class Detokenizer:
         self._request = request
         self._streams: dict[int, TextStream] = {}
 
-    def add_text(self, output: GenerateOutput) -> GenerateOutput:
-        """`output`, the next one of its answer, with the text that its tokens complete."""
+    def add_text(self, output: GenerateOutput) -> None:
+        """Gives `output`, the next one of its answer, the text that its tokens complete."""
         stream = self._streams.get(output.index)
         if stream is None:
             if self._request.has_stop_strings:
-                return output
+                return
             stream = self._streams[output.index] = self._tokenizer.stream(self._request.skip_special_tokens)
         text = ""
         for token in output.token_ids:
@@ -31,4 +29,4 @@ class Detokenizer:
         if output.finish_reason is not None:
             text += stream.finish()
             del self._streams[output.index]
-        return msgspec.structs.replace(output, text=text) if text else output
+        output.text = text

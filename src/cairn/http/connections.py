@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import h11
 from starlette.types import Scope
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cairn.http.error_responses import encode_error, make_error
@@ -101,16 +100,23 @@ def _chunk(data: bytes) -> bytes:
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, closed if the client takes too long to send its headers or to read its responses."""
+    """uvicorn's connection, closed if the client takes too long to send its headers or to read its responses.
+
+    `can_write`: whether a response's head has gone, and the client is there and keeps up: what it has not read is not
+    more than asyncio keeps unasked.
+    """
+
+    __slots__ = ("can_write", "transport")  # what `write` needs, out of a crowded dictionary
 
     def __init__(self, *args: Any, deadlines: ConnectionDeadlines, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(*args, **options)
         # What the application sends at once comes before this: then nothing is left.
-        self.conn: _Http11 = _Http11(lambda: self.loop.call_soon(self._send_head))
+        self.conn: _Http11 = _Http11(self._hold_head)
         self._deadlines = deadlines
         self._limit = limit
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._has_received = False
+        self.can_write = False
 
     def _start_timer(self, name: Literal["head", "stall"]) -> None:
         """Unless it is running."""
@@ -149,6 +155,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._limit.remove(self)
+        self.can_write = False
         self._cancel_timer("head")
         self._cancel_timer("stall")
         super().connection_lost(exc)
@@ -180,19 +187,20 @@ class Connection(H11Protocol):
 
     # -- a response ---------------------------------------------------------------------------------------------------
 
-    @property
-    def can_write(self) -> bool:
-        """Whether the client is there and keeps up: what it has not read is not more than asyncio keeps unasked."""
-        transport = self.transport
-        return not transport.is_closing() and transport.get_write_buffer_size() <= HIGH_WATER_LIMIT
-
     def write(self, data: bytes) -> None:
         """A piece of the body, if `can_write`: what ASGI's `send` does, without a task that waits for it."""
-        self.transport.write(self.conn.take_head() + _chunk(data))
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def _hold_head(self) -> None:
+        self.can_write = False
+        self.loop.call_soon(self._send_head)
 
     def _send_head(self) -> None:
-        if (head := self.conn.take_head()) and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if head := self.conn.take_head():
             self.transport.write(head)
+        self.can_write = not self.flow.write_paused
 
     # -- the end of a response -------------------------------------------------------------------------------------
 
@@ -203,11 +211,13 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self.can_write = False
         self._start_timer("stall")
 
     def resume_writing(self) -> None:
         self._cancel_timer("stall")
         super().resume_writing()
+        self.can_write = True
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -217,5 +227,6 @@ class Connection(H11Protocol):
         """What has been written still goes out, if the client reads it."""
         self._cancel_timer("head")
         self._send_head()
+        self.can_write = False
         self.transport.close()
         self._start_timer("stall")

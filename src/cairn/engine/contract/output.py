@@ -108,11 +108,11 @@ class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted_tokens: int
 
 
-class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GenerateOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """News of answer `index` of a request. `text`, `token_ids` and `logprobs` are what has been added since the last
     output; `prompt_logprobs` come with the first one. An `error` ends all answers of its request.
-    From the core, `text` is empty where no stop string can end the answer: the client makes it
-    (`GenerateRequest.has_stop_strings`).
+    From the core, `text` is empty where no stop string can end the answer: the client makes it, and sets it
+    (`GenerateRequest.has_stop_strings`). Nothing else is changed.
 
     `finish_reason` is set on an answer's last output only; `timings` come with it, and `drafts` where there were some.
     `cache` comes with the first and the last output of answer 0, only the last of which knows what a preemption has

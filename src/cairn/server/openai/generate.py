@@ -1,7 +1,6 @@
 """One request's way through the engine and back to its client: measured, with a deadline, whole or as a stream."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cairn.engine.contract import FREE_LOGPROBS, MAX_ANSWERS, EngineClient, GenerateOutput, GenerateRequest, TakeOutput
+from cairn.engine.contract import FREE_LOGPROBS, MAX_ANSWERS, EngineClient, GenerateOutput, GenerateRequest
 from cairn.errors import CairnError, InvalidRequest, LeasesFull, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.http.connections import Connection, get_connection
@@ -73,8 +72,6 @@ class OutputBuffer:
 
     def add(self, prompt: int, output: GenerateOutput) -> GenerateOutput | None:
         """What is to be sent now, all that has been collected of the answer; None for nothing yet."""
-        if self._interval == 1:
-            return output
         answer = prompt, output.index
         is_first = answer not in self._pending
         earlier = self._pending.get(answer)
@@ -86,12 +83,15 @@ class OutputBuffer:
 
 class PromptEvents:
     """Writes outputs in the middle of a stream as they come, to a client that keeps up: `connection`'s, once its first
-    output has been sent. What comes otherwise is to be waited for."""
+    output has been sent. What comes otherwise, or tells of more than tokens, is to be waited for. `meters`: of the
+    answers, as the writer counts them."""
 
-    __slots__ = ("buffer", "connection", "writer")
+    __slots__ = ("_clock", "_writer", "buffer", "connection", "meters")
 
-    def __init__(self, writer: ResponseWriter) -> None:
-        self.writer, self.buffer = writer, OutputBuffer(writer.body.stream_interval or 1)
+    def __init__(self, writer: ResponseWriter, meters: Sequence[RequestMeter], clock: Clock) -> None:
+        self._writer, self.meters, self._clock = writer, meters, clock
+        interval = writer.body.stream_interval or 1
+        self.buffer = OutputBuffer(interval) if interval > 1 else None
         self.connection: Connection | None = None
 
     def take(self, prompt: int, output: GenerateOutput) -> bool:
@@ -99,9 +99,14 @@ class PromptEvents:
         connection = self.connection
         if connection is None or not connection.can_write:
             return False
-        due = self.buffer.add(prompt, output)
-        if due is not None and (events := self.writer.output_events(prompt, due)):
+        if output.finish_reason is not None or output.logprobs is not None:
+            return False
+        if output.transfer is not None or output.prompt_logprobs is not None:
+            return False
+        due = output if self.buffer is None else self.buffer.add(prompt, output)
+        if due is not None and (events := self._writer.output_events(prompt, due)):
             connection.write(b"".join(events))
+        self.meters[prompt * self._writer.n + output.index].record(output, self._clock.now())
         return True
 
 
@@ -124,8 +129,8 @@ class Generation:
         if not self.writer.body.stream:
             content = await cancel_on_disconnect(http.receive, self._write_response())
             return Response(content, media_type="application/json")
-        prompt_events = PromptEvents(self.writer)
-        outputs = self.outputs(prompt_events.take)
+        prompt_events = PromptEvents(self.writer, self._make_meters(), self.clock)
+        outputs = self.outputs(prompt_events)
 
         async def next_output() -> PromptOutput:
             return await anext(outputs)
@@ -162,29 +167,25 @@ class Generation:
             is_long = _is_long(output)
         return await self.tokenizer.run(work) if is_long else work()
 
-    async def outputs(self, take: TakeOutput | None = None) -> AsyncGenerator[PromptOutput, None]:
-        """The engine's outputs, measured. Closing this aborts what is running. Requests that the engine does not take
-        are counted nowhere. `take` is asked for what tells of tokens and nothing else."""
-        metrics, body, limit = self.metrics, self.writer.body, self.engine.info.max_model_len
-        prompts = {request.request_id: i for i, request in enumerate(self.requests)}
-        meters = [
-            [
-                RequestMeter(metrics, self.arrival_time, request, index, lengths, limit)
-                for index in range(min(request.num_answers, MAX_ANSWERS))  # the core refuses more
-            ]
+    def _make_meters(self) -> list[RequestMeter]:
+        limit = self.engine.info.max_model_len
+        return [
+            RequestMeter(self.metrics, self.arrival_time, request, index, lengths, limit)
             for request, lengths in ((request, list[int]()) for request in self.requests)
+            for index in range(min(request.num_answers, MAX_ANSWERS))  # the core refuses more
         ]
 
-        def take_tokens(prompt: int, output: GenerateOutput) -> bool:
-            if take is None or not _has_tokens_alone(output) or not take(prompt, output):
-                return False
-            meters[prompt][output.index].record(output, self.clock.now())
-            return True
-
-        outputs = self.engine.generate(*self.requests, seconds=self.deadline.seconds_left, take=take_tokens)
+    async def outputs(self, prompt_events: PromptEvents | None = None) -> AsyncGenerator[PromptOutput, None]:
+        """The engine's outputs, measured, but for those that `prompt_events` takes. Closing this aborts what is
+        running. Requests that the engine does not take are counted nowhere."""
+        metrics, body = self.metrics, self.writer.body
+        prompts = {request.request_id: i for i, request in enumerate(self.requests)}
+        meters = self._make_meters() if prompt_events is None else prompt_events.meters
+        take = None if prompt_events is None else prompt_events.take
+        outputs = self.engine.generate(*self.requests, seconds=self.deadline.seconds_left, take=take)
         outcome, has_begun, is_refused = "abort", False, False
         try:
-            num_open = max(1, sum(map(len, meters)))
+            num_open = max(1, len(meters))
             while num_open:
                 try:
                     output = await anext(outputs)
@@ -203,14 +204,14 @@ class Generation:
                     is_refused = isinstance(failure, QueueFull) and not has_begun
                     raise failure
                 has_begun = True
-                meters[prompt][output.index].record(output, self.clock.now())
+                meters[self.writer.choice_of(prompt, output).index].record(output, self.clock.now())
                 num_open -= output.finish_reason is not None
                 yield prompt, _drop_tokens(output) if body.max_tokens == 0 else output
         except CairnError:
             outcome = "error"
             raise
         finally:
-            for meter in () if is_refused else itertools.chain(*meters):
+            for meter in () if is_refused else meters:
                 meter.end(outcome)
             if isinstance(outputs, AsyncGenerator):
                 await outputs.aclose()
@@ -234,7 +235,8 @@ class Generation:
             try:
                 while latest is not None:
                     prompt, output = latest
-                    if (due := prompt_events.buffer.add(prompt, output)) is not None:
+                    due = output if prompt_events.buffer is None else prompt_events.buffer.add(prompt, output)
+                    if due is not None:
                         if _is_long(due):
                             events = await self.tokenizer.run(partial(writer.output_events, prompt, due))
                         else:
@@ -248,11 +250,6 @@ class Generation:
             except CairnError as error:
                 closing = writer.error_events(to_request_error(error))
             await write(closing)
-
-
-def _has_tokens_alone(output: GenerateOutput) -> bool:
-    is_told = output.finish_reason is not None or output.transfer is not None
-    return not is_told and output.logprobs is None and output.prompt_logprobs is None
 
 
 def _is_long(output: GenerateOutput) -> bool:

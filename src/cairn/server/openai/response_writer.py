@@ -31,12 +31,13 @@ _MARK_JSON = msgspec.json.encode(_MARK)
 
 @dataclass(slots=True)
 class Choice:
-    """One answer so far: number `index` of all, to prompt number `prompt`. `message`: of a chat's stream; `offsets`:
-    positions of a completion's tokens in its text; `frame`: what is before and behind the text in an event of a stream
-    that says nothing else, once there has been one."""
+    """One answer so far: number `index` of all, to prompt number `prompt`. `frame`: what is before and behind the text
+    in an event of a stream that says nothing else, once there has been one, behind which `texts` are not kept;
+    `message`: of a chat's stream; `offsets`: positions of a completion's tokens in its text."""
 
     index: int
     prompt: int
+    frame: tuple[bytes, bytes] | None = None
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprob_parts: list[TokenLogprobs] = field(default_factory=list)
@@ -45,7 +46,6 @@ class Choice:
     drafts: DraftReport | None = None
     message: ChatMessage | None = None
     offsets: TextOffsetTracker = field(default_factory=TextOffsetTracker)
-    frame: tuple[bytes, bytes] | None = None
 
     def add(self, output: GenerateOutput) -> None:
         self.token_ids += output.token_ids
@@ -161,14 +161,20 @@ class ResponseWriter(ABC):
 
     def output_events(self, prompt: int, output: GenerateOutput) -> list[bytes]:
         """Add an output for prompt number `prompt`. The events that it brings: none if there is nothing to say yet."""
-        choice = self.add(prompt, output)
-        body = self._write_delta(choice, output)
+        choice = self.choices[prompt * self.n + output.index]
+        frame = choice.frame
+        if frame is not None and output.finish_reason is None and output.logprobs is None:
+            # nearly all of a stream is tokens and nothing else
+            choice.token_ids += output.token_ids
+            body = output.text or None if choice.message is None else self._write_delta(choice, output)
+        else:
+            self.add(prompt, output)
+            body = self._write_delta(choice, output)
         if body is None:
             return []
         if isinstance(body, str):
-            assert choice.frame is not None
-            before, after = choice.frame
-            return [b"%b%b%b" % (before, msgspec.json.encode(body), after)]
+            assert frame is not None
+            return [b"%b%b%b" % (frame[0], msgspec.json.encode(body), frame[1])]
         chunk = self._envelope(self.chunk_object, [body])
         # In a stream, `kv_transfer_params` of null would only be in the way.
         if output.kv_transfer_params is not None:
@@ -312,9 +318,7 @@ class CompletionWriter(ResponseWriter):
         absent = ("logprobs", "finish_reason", "stop_reason", "prompt_token_ids", "token_ids")
         return {"index": choice.index, "text": text, **dict.fromkeys(absent)}
 
-    def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | str | None:
-        if choice.frame is not None and output.finish_reason is None and output.logprobs is None:
-            return output.text or None
+    def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | None:
         is_first = len(choice.texts) == 1
         text = self._echo(choice) + output.text if is_first else output.text
         logprobs = self._write_logprobs(choice, output.logprobs, is_first=is_first)
