@@ -268,7 +268,7 @@ def measure_texts(
         cases = [*edit_cases(texts, options.rounds, precision), *trained_cases(options, texts)]
     else:
         cases = list(edit_cases(texts, 1, precision))
-    for case in cases:
+    for case in (case for case in cases if any(word in case.name for word in options.cases)):
         yield {"part": part, "precision": precision, "method": method, **measure_case(sides, case)}
     for engine in {side.engine for side in sides}:
         engine.core.close()
@@ -326,6 +326,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bfloat16"])
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 3, 7, 15], help="drafts of a step, at most 32")
     parser.add_argument("--rounds", type=int, default=4, help="texts of each case")
+    parser.add_argument("--cases", nargs="+", default=[""], help="of texts, those with one of these in their names")
     most = SpeculativeConfig().num_speculative_tokens
     parser.add_argument("--most-drafts", type=int, default=most, help="of a verification, where none are forced")
     parser.add_argument("--windows", type=int, default=3, help="of a forced depth")
