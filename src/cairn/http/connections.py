@@ -189,7 +189,7 @@ class Connection(H11Protocol):
 
     def write(self, data: bytes) -> None:
         """A piece of the body, if `can_write`: what ASGI's `send` does, without a task that waits for it."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.transport.write(_chunk(data))
 
     def _hold_head(self) -> None:
         self.can_write = False

@@ -72,6 +72,8 @@ class OutputBuffer:
 
     def add(self, prompt: int, output: GenerateOutput) -> GenerateOutput | None:
         """What is to be sent now, all that has been collected of the answer; None for nothing yet."""
+        if self._interval == 1:
+            return output
         answer = prompt, output.index
         is_first = answer not in self._pending
         earlier = self._pending.get(answer)
@@ -90,8 +92,7 @@ class PromptEvents:
 
     def __init__(self, writer: ResponseWriter, meters: Sequence[RequestMeter], clock: Clock) -> None:
         self._writer, self.meters, self._clock = writer, meters, clock
-        interval = writer.body.stream_interval or 1
-        self.buffer = OutputBuffer(interval) if interval > 1 else None
+        self.buffer = OutputBuffer(writer.body.stream_interval or 1)
         self.connection: Connection | None = None
 
     def take(self, prompt: int, output: GenerateOutput) -> bool:
@@ -103,7 +104,7 @@ class PromptEvents:
             return False
         if output.transfer is not None or output.prompt_logprobs is not None:
             return False
-        due = output if self.buffer is None else self.buffer.add(prompt, output)
+        due = self.buffer.add(prompt, output)
         if due is not None and (events := self._writer.output_events(prompt, due)):
             connection.write(b"".join(events))
         self.meters[prompt * self._writer.n + output.index].record(output, self._clock.now())
@@ -235,8 +236,7 @@ class Generation:
             try:
                 while latest is not None:
                     prompt, output = latest
-                    due = output if prompt_events.buffer is None else prompt_events.buffer.add(prompt, output)
-                    if due is not None:
+                    if (due := prompt_events.buffer.add(prompt, output)) is not None:
                         if _is_long(due):
                             events = await self.tokenizer.run(partial(writer.output_events, prompt, due))
                         else:
