@@ -126,6 +126,7 @@ class TreeWriter:
     those of decode steps."""
 
     checkpoints: CheckpointStore
+    pinned: "PinnedPages"
     exact: bool
 
     def commit(self, sequence: SequenceBlocks, num_tokens: int, positions: Iterable[int]) -> None:
@@ -134,13 +135,10 @@ class TreeWriter:
         tree = self.checkpoints.tree
         if num_tokens > sequence.committed:
             node = self._insert(sequence, num_tokens)
-            old, before, sequence.node, sequence.committed = sequence.node, sequence.committed, node, num_tokens
-            if old is not None and old.end == before:
-                tree.lock(node, below=old)
-            else:
-                tree.lock(node)
-                if old is not None:
-                    tree.unlock(old)
+            old, sequence.node, sequence.committed = sequence.node, node, num_tokens
+            tree.lock(node)
+            if old is not None:
+                tree.unlock(old)
         at, descending, attached = sequence.node, sorted(positions, reverse=True), list[Node]()
         for position in descending:
             at = self._node_at(sequence, position, at)
@@ -171,9 +169,8 @@ class TreeWriter:
             end = min(stop, position + common_prefix(child.raw, child.num_tokens, new, position - base))
             if end < child.end:
                 child = tree.split(child, end)
-            # a sequence that has locked a node reads its pages
-            better = self.exact and child.decode_by is not None and not decoded and not child.locks
-            if child.pages is None or better:
+            better = self.exact and child.decode_by is not None and not decoded
+            if child.pages is None or better and not self.pinned.is_locked(child):
                 span = sequence.blocks.span(position, end)
                 if child.pages is None or all(map(_reaches_as_far, span, child.pages)):
                     tree.fill(child, span, maker)
@@ -289,6 +286,16 @@ class PinnedPages:
         if sum(map(len, lists)) <= evictable or self.num_distinct(lists) <= evictable:
             return True
         self._shortages.add(need)
+        return False
+
+    def is_locked(self, node: Node) -> bool:
+        """Whether an open sequence goes through `node`, and reads its pages. O(nodes of their paths below it)."""
+        for sequence in self.sequences.values():
+            step = sequence.node
+            while step is not None and step.end > node.end:
+                step = step.parent
+            if step is node:
+                return True
         return False
 
     def num_pages(self) -> int:

@@ -84,7 +84,7 @@ class Node:
     """Key tokens [start, end) of every path through here. `raw`: their bytes, four or eight a token.
 
     `decode_by` names the request whose decode steps built the keys and values, None if prefill built them.
-    `locks` counts the sequences whose path goes through here. `loss` is why the checkpoint at `end` is gone.
+    `locks` counts the sequences of which this is the deepest node. `loss` is why the checkpoint at `end` is gone.
     `lineage`: of the request that added this node.
     """
 
@@ -357,7 +357,7 @@ def split(node: Node, at: int) -> tuple[Node, list[Pages]]:
     assert node.parent is not None and node.start < at < node.end
     cut = (at - node.start) * (len(node.raw) // node.num_tokens)
     upper = Node(node.parent, node.raw[:cut], node.start, at)
-    upper.locks, upper.decode_by, upper.lineage = node.locks, node.decode_by, node.lineage
+    upper.decode_by, upper.lineage = node.decode_by, node.lineage
     node.parent.adopt(upper)
     shared: list[Pages] = []
     if node.pages is not None:
