@@ -13,7 +13,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import CheckpointPoint
 from cairn.cache.sequence_blocks import PagePin, PageTable, PendingState, SequenceBlocks
-from cairn.cache.tree import Checkpoint, Node, TokenKey, common_prefix
+from cairn.cache.tree import Checkpoint, Node, common_prefix, narrow
 from cairn.step import GRID, PageCopy
 from cairn.types import Pages
 
@@ -155,14 +155,14 @@ class TreeWriter:
             start = start.parent
         node = tree.root(sequence.namespace) if start is None else start
         position = base = node.end
-        new = TokenKey(sequence.tokens.slice(base, upto))
+        new = narrow(sequence.tokens.slice(base, upto))
         while position < upto:
             decoded = position >= sequence.decode_from
             stop = upto if decoded else min(upto, sequence.decode_from)
             maker = sequence.request_id if decoded else None
-            child = node.child(int(new.tokens[position - base]))
+            child = node.child(int(new[position - base]))
             if child is None:
-                run = new.slice_raw(position - base, stop - base)
+                run = new[position - base : stop - base].tobytes()
                 node = tree.add(node, run, stop, sequence.blocks.span(position, stop), maker, sequence.match.lineage)
                 position = stop
                 continue
@@ -170,7 +170,7 @@ class TreeWriter:
             if end < child.end:
                 child = tree.split(child, end)
             better = self.exact and child.decode_by is not None and not decoded
-            if child.pages is None or better and not self.pinned.is_locked(child):
+            if child.pages is None or (better and not self.pinned.is_locked(child)):
                 span = sequence.blocks.span(position, end)
                 if child.pages is None or all(map(_reaches_as_far, span, child.pages)):
                     tree.fill(child, span, maker)
@@ -226,7 +226,8 @@ class PinnedPages:
         """Acquire what a new sequence needs: the pages of its own, and those of its hit's state."""
         self.sequences[id(sequence)] = sequence
         for table in sequence.tables:
-            self.pool.acquire(table.owned_pages)
+            if table.num_shared < table.length:
+                self.pool.acquire(table.owned_pages)
         if sequence.checkpoint is not None:
             self.pool.acquire(sequence.checkpoint.pages)
             sequence.transient.append(sequence.checkpoint.pages)

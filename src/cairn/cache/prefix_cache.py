@@ -160,9 +160,8 @@ class PrefixCache:
                 self.counters.second_shared += sequence.ever_matched
                 self.counters.second_hits += sequence.hit - sequence.received
             self.counters.reasons[sequence.reason] += 1
-            for start, stop, reason in sequence.iter_misses():
-                self.counters.lost[reason] += stop - start
-            self.journal.record(sequence)
+            self.journal.record(sequence, lost := sequence.lost)
+            self.counters.lost.update(lost)
 
     def await_hits(self, prompts: Iterable[WaitingPrompt]) -> None:
         """These prompts wait, in the order of their turns, and no others: what they would hit is going to be used for

@@ -28,7 +28,7 @@ from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.group_pages import GroupPages, join
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
-from cairn.keys import common_tokens
+from cairn.keys import Tokens, common_tokens
 from cairn.types import Keys, Pages
 
 NARROW, WIDE = 4, 8
@@ -71,9 +71,14 @@ class TokenKey:
         return self.tokens[start:end].tobytes()
 
 
-def common_prefix(raw: bytes, num_tokens: int, key: TokenKey, position: int) -> int:
-    """How many of the `num_tokens` tokens in `raw` equal those of `key` from `position` on."""
-    return common_tokens(_tokens(raw, num_tokens), key.tokens[position:])
+def narrow(keys: Keys) -> Tokens:
+    """The same key tokens, shape [n], four bytes each where that is enough."""
+    return keys.astype(np.int32) if _fit_narrow(keys) else keys
+
+
+def common_prefix(raw: bytes, num_tokens: int, tokens: Tokens, position: int) -> int:
+    """How many of the `num_tokens` tokens in `raw` equal those of `tokens`, shape [n], from `position` on."""
+    return common_tokens(_tokens(raw, num_tokens), tokens[position:])
 
 
 def _tokens(raw: bytes, num_tokens: int) -> NDArray[np.int32] | NDArray[np.int64]:
@@ -264,10 +269,10 @@ def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None)
     raw_key, width, length = key.raw, key.width, len(key)
     path: list[Node] = []
     evicted_tail: list[Node] = []
-    node, at, below = root, 0, root._below
+    node, at, below, num_bytes = root, 0, root._below, len(raw_key)
     # nearly every node is resident and matched whole, and these lines are most of what a lookup costs; `at` is in bytes
-    while usable is None and below is not None:
-        child = below if isinstance(below, Node) else below.get(int(key.tokens[at // width])) if at < len(raw_key) else None
+    while usable is None and below is not None and at < num_bytes:
+        child = below if isinstance(below, Node) else below.get(int(key.tokens[at // width]))
         if child is None or child.pages is None or not raw_key.startswith(raw := child.raw, at):
             break
         if (after := at + len(raw)) != child.end * width:
@@ -279,7 +284,7 @@ def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None)
         child, end = next_node, next_node.end
         whole = raw_key.startswith(child.raw, at := position * width) and len(child.raw) == end * width - at
         if not whole:
-            end = position + common_prefix(child.raw, child.num_tokens, key, position)
+            end = position + common_prefix(child.raw, child.num_tokens, key.tokens, position)
             whole = end == child.end
         if matched == position and child.pages is not None:
             readable = end if usable is None else min(end, usable(child))

@@ -60,9 +60,9 @@ class CheckpointRow:
 
 @dataclass(slots=True, eq=False)
 class TreeTable:
-    """The paths of the tree as rows, parents before children: those below row i are (i, until[i]). `last`: the node at
-    a path's end. `tick`: the latest use of a checkpoint. `locks`: sequences that end on it. `sums`: running sums of (paths,
-    tokens, pages, state pages, checkpoints, hits, locks), shape [paths + 1, 7], once the walk is over."""
+    """The paths of the tree as rows, parents before children: those below row i are (i, until[i]). `locks`: sequences
+    that end on it. `last`: the node at a path's end. `tick`: the latest use of a checkpoint. `sums`: running sums of
+    (paths, tokens, pages, state pages, checkpoints, hits, locks), shape [paths + 1, 7], once the walk is over."""
 
     parent: list[int] = field(default_factory=list)
     namespace: list[int] = field(default_factory=list)
