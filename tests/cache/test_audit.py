@@ -48,7 +48,7 @@ class World:
         self.unreachable = self._node(tuple(range(3000, 3010)))
         self.ghost = self._node(tuple(range(5000, 5030)))
         self.root = self.tree.roots[Namespace()]
-        assert self.upper.parent is self.root and self.middle.locks == 1
+        assert self.upper.parent is self.root and self.middle.locks == 0
         assert self.lower.parent is self.other.parent is self.middle
         assert list(self.tree.unreachable) == [self.unreachable]
         assert set(self.tree.ghosts) == {self.ghost} and self.ghost in self.policy._ghosts
@@ -281,6 +281,11 @@ def lock_of_a_root(w: World) -> None:
     w.root.locks -= 1
 
 
+def other_pages_joined(w: World) -> None:
+    (_, (part,)) = next(w.cache.lookups.joined())
+    part.pages[0] += 1
+
+
 def lease_in_no_tree(w: World) -> None:
     lease = w.cache.lookup(Namespace(), np.arange(10), "r")
     lease.node = Node(None, b"", 0, 0)
@@ -335,7 +340,8 @@ FAULTS: list[tuple[Callable[[World], None], str]] = [
     (tokens_without_a_page, "running: 27 pages for 109 tokens"),
     (page_twice_in_a_lease, "running: a page is listed twice"),
     (lock, "counts 1 locks, 0 found"),
-    (lock_of_a_root, "node ending at 0 counts 0 locks, 1 found"),
+    (other_pages_joined, "other pages were joined up to node"),
+    (lock_of_a_root, "node ending at 0 counts -1 locks, 0 found"),
     (lease_in_no_tree, "a sequence goes through a node that is not in the tree"),
 ]
 

@@ -5,6 +5,7 @@ import pytest
 from simulation import PLAIN, Simulation
 
 from cairn.cache import lookup
+from cairn.cache.audit import audit
 from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.placement import Auto, CheckpointPoint, Junction
@@ -82,7 +83,7 @@ def test_another_prompt_is_looked_up_by_itself(other):
     probe(sim)
     told, walks = probe(sim, **other)
     assert walks == (0 if "namespace" in other else 1)
-    sim.cache._lookup._memo.clear()
+    sim.cache.lookups._memo.clear()
     assert probe(sim, **other) == (told, walks)
 
 
@@ -92,7 +93,7 @@ def test_what_is_kept_is_bounded(monkeypatch):
     run(sim, A)
     for number in range(20):
         probe(sim, name=f"p{number}")
-        assert len(sim.cache._lookup._memo) <= 5
+        assert len(sim.cache.lookups._memo) <= 5
 
 
 def longer(sim):
@@ -139,7 +140,7 @@ def test_whatever_changes_in_the_trees_is_seen(change):
     told, _ = probe(sim)
     change(sim)
     after, _ = probe(sim)
-    sim.cache._lookup._memo.clear()
+    sim.cache.lookups._memo.clear()
     assert probe(sim) == (after, 1)
     assert after != told, "nothing has changed: this tests nothing"
 
@@ -208,3 +209,55 @@ def test_room_is_counted_anew_when_anything_is_let_go_of(change, num_pages):
     assert could(sim, 60) == (False, 0) and could(sim, 61) == (False, 1)
     change(sim, request)
     assert could(sim, num_pages) == (True, 1)
+
+
+def tables(sim, prompt):
+    """The pages that a lookup of a prompt shares, and of how many nodes it has joined them."""
+    joined, path_pages = [], lookup.path_pages
+    lookup.path_pages = lambda path, *arguments: joined.append(len(path)) or path_pages(path, *arguments)
+    try:
+        sequence = sim.cache.lookup(PLAIN, np.array(prompt, np.int64), "probe", probe=True)
+    finally:
+        lookup.path_pages = path_pages
+    path, matched = sequence.match.walk.path, sequence.matched
+    expected = [path_pages(path, matched, *each).pages.tolist() for each in enumerate(sim.cache.layout.groups)]
+    pages = [table.pages.tolist() for table in sequence.tables]
+    sim.cache.discard(sequence)
+    assert pages == expected and all(map(len, pages))
+    audit(sim.cache)
+    return pages, sum(joined)
+
+
+def test_the_pages_of_a_path_are_joined_once():
+    sim = simulation()
+    for end in (70, 134, 200):
+        run(sim, A[:end])
+    pages, joined = tables(sim, A)
+    assert joined > 1 and tables(sim, (*A, 1)) == (pages, 0)
+    run(sim, (*A, 5, 6, 7))
+    assert tables(sim, (*A, 5, 6, 7, 8))[1] == 1
+    assert tables(sim, (*A[:150], 1))[1] > 0, "what was joined further down is of no use above it"
+    run(sim, (*A[:150], *B))  # splits the node that was joined
+    tables(sim, A)
+
+
+def test_pages_that_were_joined_are_forgotten_with_their_nodes():
+    sim = simulation()
+    run(sim, A)
+    before, _ = tables(sim, A)
+    assert tables(sim, A)[1] == 0
+    assert sim.cache.clear()
+    run(sim, B)
+    run(sim, A)
+    after, joined = tables(sim, A)
+    assert joined > 0 and after != before
+
+
+def test_the_page_of_a_node_matched_in_part_is_not_kept_for_those_above_it():
+    sim = simulation()
+    run(sim, A[:70])
+    run(sim, A)  # has a copy of its own of the page with token 69, which may be dropped before the other one
+    assert 70 % sim.cache.layout.groups[0].tokens_per_page
+    part, _ = tables(sim, (*A[:100], 1))
+    above, _ = tables(sim, A[:70])
+    assert part[0][: len(above[0])] != above[0] and part[0][: len(above[0]) - 1] == above[0][:-1]

@@ -47,7 +47,7 @@ def common(ours, theirs):
 def test_the_common_prefix_is_that_of_the_numbers(ours, theirs, position):
     key = TokenKey(keys(ours))
     raw = TokenKey(keys(theirs)).slice_raw(0, len(theirs))
-    assert common_prefix(raw, len(theirs), key, position) == common(ours[position:], theirs)
+    assert common_prefix(raw, len(theirs), key.tokens, position) == common(ours[position:], theirs)
 
 
 class Tree:

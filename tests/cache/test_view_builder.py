@@ -272,7 +272,7 @@ def test_the_books_are_bounded_and_keep_the_costliest():
         tokens = rng.integers(0, 1 << 40, 300 if number % 50 == 0 else 70)
         lease = sim.cache.lookup(Namespace(cache_salt=str(number)), tokens, "r")
         lease.set_miss_reason(Reason.REMOTE_FAILED)
-        journal.record(lease)
+        journal.record(lease, lease.lost)
         sim.cache.release(lease)
         journal.clock.advance(20)
     assert len(journal.visits) == 200 and len(journal.intervals) == 360

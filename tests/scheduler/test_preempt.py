@@ -65,7 +65,7 @@ def test_one_that_is_alone_goes_back_once_for_each_time_it_has_come_further():
     assert request.stats.sent_back_at == sequence.num_tokens
     state = driver.scheduler.state
     driver.cache.pinned.open(
-        sequence := state.cache._lookup.find(0, None, request.spec.namespace, sequence.keys, "", None)
+        sequence := state.cache.lookups.find(0, None, request.spec.namespace, sequence.keys, "", None)
     )
     state.waiting.remove(request)
     state.running.put(request)

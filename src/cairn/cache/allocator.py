@@ -13,7 +13,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import CheckpointPoint
 from cairn.cache.sequence_blocks import PagePin, PageTable, PendingState, SequenceBlocks
-from cairn.cache.tree import Checkpoint, Node, TokenKey, common_prefix
+from cairn.cache.tree import Checkpoint, Node, common_prefix, narrow
 from cairn.step import GRID, PageCopy
 from cairn.types import Pages
 
@@ -126,6 +126,7 @@ class TreeWriter:
     those of decode steps."""
 
     checkpoints: CheckpointStore
+    pinned: "PinnedPages"
     exact: bool
 
     def commit(self, sequence: SequenceBlocks, num_tokens: int, positions: Iterable[int]) -> None:
@@ -134,13 +135,10 @@ class TreeWriter:
         tree = self.checkpoints.tree
         if num_tokens > sequence.committed:
             node = self._insert(sequence, num_tokens)
-            old, before, sequence.node, sequence.committed = sequence.node, sequence.committed, node, num_tokens
-            if old is not None and old.end == before:
-                tree.lock(node, below=old)
-            else:
-                tree.lock(node)
-                if old is not None:
-                    tree.unlock(old)
+            old, sequence.node, sequence.committed = sequence.node, node, num_tokens
+            tree.lock(node)
+            if old is not None:
+                tree.unlock(old)
         at, descending, attached = sequence.node, sorted(positions, reverse=True), list[Node]()
         for position in descending:
             at = self._node_at(sequence, position, at)
@@ -157,23 +155,22 @@ class TreeWriter:
             start = start.parent
         node = tree.root(sequence.namespace) if start is None else start
         position = base = node.end
-        new = TokenKey(sequence.tokens.slice(base, upto))
+        new = narrow(sequence.tokens.slice(base, upto))
         while position < upto:
             decoded = position >= sequence.decode_from
             stop = upto if decoded else min(upto, sequence.decode_from)
             maker = sequence.request_id if decoded else None
-            child = node.child(int(new.tokens[position - base]))
+            child = node.child(int(new[position - base]))
             if child is None:
-                run = new.slice_raw(position - base, stop - base)
+                run = new[position - base : stop - base].tobytes()
                 node = tree.add(node, run, stop, sequence.blocks.span(position, stop), maker, sequence.match.lineage)
                 position = stop
                 continue
             end = min(stop, position + common_prefix(child.raw, child.num_tokens, new, position - base))
             if end < child.end:
                 child = tree.split(child, end)
-            # a sequence that has locked a node reads its pages
-            better = self.exact and child.decode_by is not None and not decoded and not child.locks
-            if child.pages is None or better:
+            better = self.exact and child.decode_by is not None and not decoded
+            if child.pages is None or (better and not self.pinned.is_locked(child)):
                 span = sequence.blocks.span(position, end)
                 if child.pages is None or all(map(_reaches_as_far, span, child.pages)):
                     tree.fill(child, span, maker)
@@ -229,7 +226,8 @@ class PinnedPages:
         """Acquire what a new sequence needs: the pages of its own, and those of its hit's state."""
         self.sequences[id(sequence)] = sequence
         for table in sequence.tables:
-            self.pool.acquire(table.owned_pages)
+            if table.num_shared < table.length:
+                self.pool.acquire(table.owned_pages)
         if sequence.checkpoint is not None:
             self.pool.acquire(sequence.checkpoint.pages)
             sequence.transient.append(sequence.checkpoint.pages)
@@ -289,6 +287,16 @@ class PinnedPages:
         if sum(map(len, lists)) <= evictable or self.num_distinct(lists) <= evictable:
             return True
         self._shortages.add(need)
+        return False
+
+    def is_locked(self, node: Node) -> bool:
+        """Whether an open sequence goes through `node`, and reads its pages. O(nodes of their paths below it)."""
+        for sequence in self.sequences.values():
+            step = sequence.node
+            while step is not None and step.end > node.end:
+                step = step.parent
+            if step is node:
+                return True
         return False
 
     def num_pages(self) -> int:

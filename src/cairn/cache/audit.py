@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cairn.cache.prefix_cache import PrefixCache
-from cairn.cache.tree import NARROW, WIDE, Node
+from cairn.cache.tree import NARROW, WIDE, Node, path_pages
 from cairn.errors import AuditError
 from cairn.types import Pages
 
@@ -22,6 +22,7 @@ def audit(cache: PrefixCache) -> None:
     _audit_tree(cache, nodes)
     _audit_locks(cache, nodes)
     _audit_retained(cache, nodes)
+    _audit_lookups(cache)
 
 
 def _check(holds: bool, message: str) -> None:
@@ -82,7 +83,7 @@ def _audit_tree(cache: PrefixCache, nodes: Sequence[Node]) -> None:
     _audit_records(cache, nodes)
     _check(set(cache.answer_ends) <= ghosts | residents, "the end of an answer is in no tree")
     for root in tree.roots.values():
-        _check(bool(root.children) or root.locks > 0, "an empty root was not forgotten")
+        _check(bool(root.children), "an empty root was not forgotten")
 
 
 def _audit_records(cache: PrefixCache, nodes: Sequence[Node]) -> None:
@@ -165,13 +166,22 @@ def _audit_retained(cache: PrefixCache, nodes: Sequence[Node]) -> None:
     )
 
 
+def _audit_lookups(cache: PrefixCache) -> None:
+    """What lookups have joined is what the nodes have."""
+    for last, parts in cache.lookups.joined():
+        path = [last]
+        while path[0].parent is not None:
+            path.insert(0, path[0].parent)
+        for index, part in enumerate(parts):
+            pages = path_pages(path[1:], last.end, index, part.group).pages
+            _check_node(last, np.array_equal(pages, part.pages), "other pages were joined up to {node}")
+
+
 def _audit_locks(cache: PrefixCache, nodes: Sequence[Node]) -> None:
     locks: dict[Node, int] = {}
     for sequence in cache.pinned.sequences.values():
-        node = sequence.node
-        while node is not None:
-            locks[node] = locks.get(node, 0) + 1
-            node = node.parent
+        if sequence.node is not None:
+            locks[sequence.node] = locks.get(sequence.node, 0) + 1
         for table in sequence.tables:
             least = table.group.pages_for(sequence.committed) if table.first_token < sequence.committed else 0
             if table.length < least:

@@ -132,11 +132,11 @@ class DivergenceStats:
         while len(chosen) < len(candidates):
             gains = (candidates - above) * (shares - until)
             best = int(gains.argmax())
-            if gains[best] <= 0 or not pays(len(chosen), float(gains[best])):
+            if (gain := float(gains[best])) <= 0 or not pays(len(chosen), gain):
                 break
-            chosen[int(candidates[best])] = float(gains[best])
-            above[best:] = np.maximum(above[best:], candidates[best])
-            until[: best + 1] = np.maximum(until[: best + 1], shares[best])
+            chosen[int(candidates[best])] = gain
+            np.maximum(above[best:], candidates[best], out=above[best:])
+            np.maximum(until[: best + 1], shares[best], out=until[: best + 1])
         return chosen
 
 

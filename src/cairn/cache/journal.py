@@ -7,6 +7,7 @@ digest of their length and their last tokens, with a key that this process makes
 import hashlib
 import secrets
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cairn.cache.reasons import Reason
@@ -70,8 +71,8 @@ class Journal:
         self._namespaces: OrderedDict[Namespace, int] = OrderedDict()
         self._num_namespaces = 0
 
-    def record(self, sequence: SequenceBlocks) -> None:
-        """Record the lookup of `sequence`, whose request begins to run."""
+    def record(self, sequence: SequenceBlocks, lost: Mapping[Reason, int]) -> None:
+        """Record the lookup of `sequence`, whose request begins to run; `lost`: its tokens that were not hit."""
         now, namespace = self.clock.now(), self.number(sequence.namespace)
         self._num_lookups += 1
         visit = VisitView(
@@ -83,7 +84,7 @@ class Journal:
             received=sequence.received,
             matched=sequence.matched,
             reason=sequence.reason.value,
-            lost={reason.value: tokens for reason, tokens in sequence.lost.items()},
+            lost={reason.value: tokens for reason, tokens in lost.items()},
         )
         self.visits.append((now, visit))
         if not self.intervals or now >= self.intervals[-1][0] + INTERVAL_SECONDS:

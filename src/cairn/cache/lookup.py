@@ -1,14 +1,16 @@
 """Lookups: what is cached of a prompt, what of it may be used, and why it is not more."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 
 from cairn.cache.checkpoint import Origin
 from cairn.cache.eviction import EvictionPolicy
-from cairn.cache.layout import CacheLayout
+from cairn.cache.group_pages import GroupPages
+from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import PlacementPolicy
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import (
@@ -23,11 +25,16 @@ from cairn.cache.tree import Checkpoint, Node, TokenKey, Walk, path_pages, resum
 from cairn.keys import KeyBuffer, common_tokens
 from cairn.types import Keys
 
+Parts = tuple[GroupPages, ...]
+
 _MAX_COMPARED = 1 << 19
 """Most tokens of running requests that one lookup compares."""
 
 _MAX_MEMOIZED = 64
 """Most lookups whose results are reused."""
+
+_MAX_JOINED = 64
+"""Most paths whose page lists are reused: they take four bytes a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,7 @@ class PrefixLookup:
         self._exact = exact
         self._eviction = eviction
         self._memo: dict[tuple[Namespace, str, int | None], SequenceBlocks] = {}
+        self._joined: OrderedDict[Node, tuple[Parts | None, Parts]] = OrderedDict()
         self._version = 0
 
     def find(
@@ -139,7 +147,7 @@ class PrefixLookup:
             if hit < anywhere:
                 hit, checkpoint = anywhere, None
         matched = hit if ends is not None else prompt_walk.matched
-        shared = [path_pages(path, matched, index, group) for index, group in enumerate(groups)]
+        shared = self._shared_pages(path, matched)
         return SequenceBlocks(
             request_id=request_id,
             namespace=namespace,
@@ -161,6 +169,39 @@ class PrefixLookup:
             decode_from=num_prompt_tokens if self._exact else length,
             committed=matched,
         )
+
+    def _shared_pages(self, path: Sequence[Node], matched: int) -> Parts:
+        """`path_pages` of all groups. They begin with what an earlier lookup has joined: the next prompt of a session
+        goes on a few nodes below the one before it, on paths of a hundred whose lists lie apart in memory."""
+        groups = self._layout.groups
+        if self._exact or self._layout.is_limited:  # where nodes may get other pages than those below them go on from
+            return tuple(path_pages(path, matched, index, group) for index, group in enumerate(groups))
+        # of a node that is matched in part the first page may take the place of one above it, and it may go before that
+        whole = len(path) - bool(path and path[-1].end > matched)
+        known = next((place for place in range(whole, 0, -1) if self._is_joined(path[place - 1])), 0)
+        joined = self._joined[path[known - 1]][1] if known else None
+        if whole > known:
+            joined = _go_on(groups, path[known:whole], path[whole - 1].end, joined)
+            self._joined[path[whole - 1]] = path[whole - 1].pages, joined
+            if len(self._joined) > _MAX_JOINED:
+                self._joined.popitem(last=False)
+        if whole:
+            self._joined.move_to_end(path[whole - 1])
+        return _go_on(groups, path[whole:], matched, joined) if joined is None or whole < len(path) else joined
+
+    def joined(self) -> Iterator[tuple[Node, Parts]]:
+        """For the audit: nodes, and the pages up to their ends that the next lookups begin with."""
+        return ((node, parts) for node, (_, parts) in self._joined.items() if self._is_joined(node))
+
+    def _is_joined(self, node: Node) -> bool:
+        """Whether there is a list up to the end of `node`, and since then that has kept its pages and with them those
+        of all nodes above it."""
+        return node in self._joined and self._joined[node][0] is node.pages
+
+
+def _go_on(groups: Sequence[AttentionGroup], path: Sequence[Node], end: int, before: Parts | None) -> Parts:
+    parts = repeat(None) if before is None else before
+    return tuple(path_pages(path, end, index, *pair) for index, pair in enumerate(zip(groups, parts, strict=False)))
 
 
 def miss_reasons(

@@ -84,10 +84,10 @@ class PrefixCache:
         self.tree = TreeStore(layout, self.pool, ghost_tokens, (policy.eviction, self.answer_ends))
         self.checkpoints = CheckpointStore(layout, self.pool, self.tree, policy.eviction, clock)
         self.pinned = PinnedPages(self.pool)
-        self._lookup = PrefixLookup(layout, policy.exact, policy.eviction)
+        self.lookups = PrefixLookup(layout, policy.exact, policy.eviction)
         self._awaited = AwaitedHits(self.tree.roots.get, policy.exact, not layout.needs_checkpoints)
         self._allocator = BlockAllocator(layout, self.pool, self.checkpoints, self.enabled)
-        self._writer = TreeWriter(self.checkpoints, policy.exact)
+        self._writer = TreeWriter(self.checkpoints, self.pinned, policy.exact)
         self.counters = CacheCounters()
         self.journal = Journal(clock)
 
@@ -120,7 +120,7 @@ class PrefixCache:
         """
         looks = self.enabled and not bypass
         root = self.tree.roots.get(namespace) if looks else None
-        sequence = self._lookup.find(self.checkpoints.version, root, namespace, keys, request_id, resumed_from)
+        sequence = self.lookups.find(self.checkpoints.version, root, namespace, keys, request_id, resumed_from)
         if not looks:
             sequence.match.walk = None
         self._open(sequence)
@@ -160,9 +160,8 @@ class PrefixCache:
                 self.counters.second_shared += sequence.ever_matched
                 self.counters.second_hits += sequence.hit - sequence.received
             self.counters.reasons[sequence.reason] += 1
-            for start, stop, reason in sequence.iter_misses():
-                self.counters.lost[reason] += stop - start
-            self.journal.record(sequence)
+            self.journal.record(sequence, lost := sequence.lost)
+            self.counters.lost.update(lost)
 
     def await_hits(self, prompts: Iterable[WaitingPrompt]) -> None:
         """These prompts wait, in the order of their turns, and no others: what they would hit is going to be used for

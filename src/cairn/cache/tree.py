@@ -28,20 +28,20 @@ from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.group_pages import GroupPages, join
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
-from cairn.keys import common_tokens
+from cairn.keys import Tokens, common_tokens
 from cairn.types import Keys, Pages
 
 NARROW, WIDE = 4, 8
-_NARROW_TOKENS = np.iinfo(np.int32)
+_MIN_NARROW, _MAX_NARROW = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 
 
 def _fit_narrow(keys: NDArray[np.integer[Any]]) -> bool:
     if not len(keys):
         return True
-    # one pass tells it of nearly all: without its sign a negative one is beyond all others
-    if int(np.maximum.reduce(keys.view(f"u{keys.itemsize}"))) <= _NARROW_TOKENS.max:
+    # one pass tells it of nearly all: a bit that any of them has shows
+    if 0 <= np.bitwise_or.reduce(keys) <= _MAX_NARROW:
         return True
-    return int(keys.min()) >= _NARROW_TOKENS.min and int(keys.max()) <= _NARROW_TOKENS.max
+    return int(keys.min()) >= _MIN_NARROW and int(keys.max()) <= _MAX_NARROW
 
 
 def to_int64(raw: bytes, num_tokens: int, first: int = 0, end: int | None = None) -> Keys:
@@ -71,9 +71,14 @@ class TokenKey:
         return self.tokens[start:end].tobytes()
 
 
-def common_prefix(raw: bytes, num_tokens: int, key: TokenKey, position: int) -> int:
-    """How many of the `num_tokens` tokens in `raw` equal those of `key` from `position` on."""
-    return common_tokens(_tokens(raw, num_tokens), key.tokens[position:])
+def narrow(keys: Keys) -> Tokens:
+    """The same key tokens, shape [n], four bytes each where that is enough."""
+    return keys.astype(np.int32) if _fit_narrow(keys) else keys
+
+
+def common_prefix(raw: bytes, num_tokens: int, tokens: Tokens, position: int) -> int:
+    """How many of the `num_tokens` tokens in `raw` equal those of `tokens`, shape [n], from `position` on."""
+    return common_tokens(_tokens(raw, num_tokens), tokens[position:])
 
 
 def _tokens(raw: bytes, num_tokens: int) -> NDArray[np.int32] | NDArray[np.int64]:
@@ -84,7 +89,7 @@ class Node:
     """Key tokens [start, end) of every path through here. `raw`: their bytes, four or eight a token.
 
     `decode_by` names the request whose decode steps built the keys and values, None if prefill built them.
-    `locks` counts the sequences whose path goes through here. `loss` is why the checkpoint at `end` is gone.
+    `locks` counts the sequences of which this is the deepest node. `loss` is why the checkpoint at `end` is gone.
     `lineage`: of the request that added this node.
     """
 
@@ -264,24 +269,23 @@ def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None)
     raw_key, width, length = key.raw, key.width, len(key)
     path: list[Node] = []
     evicted_tail: list[Node] = []
-    node, position, matched = root, 0, 0
-    while position < length:
-        below = node._below
-        child = below.get(int(key.tokens[position])) if isinstance(below, dict) else below
-        if child is None:
+    node, at, below, num_bytes = root, 0, root._below, len(raw_key)
+    # nearly every node is resident and matched whole, and these lines are most of what a lookup costs; `at` is in bytes
+    while usable is None and below is not None and at < num_bytes:
+        child = below if isinstance(below, Node) else below.get(int(key.tokens[at // width]))
+        if child is None or child.pages is None or not raw_key.startswith(raw := child.raw, at):
             break
-        end, raw = child.end, child.raw
-        # nearly every node is matched whole, and these lines are most of what a lookup costs
-        whole = raw_key.startswith(raw, position * width) and len(raw) == (end - position) * width
-        if whole and usable is None and matched == position and child.pages is not None:
-            path.append(child)
-            node, position, matched = child, end, end
-            continue
+        if (after := at + len(raw)) != child.end * width:
+            break
+        path.append(child)
+        node, at, below = child, after, child._below
+    position = matched = node.end
+    while position < length and (next_node := node.child(int(key.tokens[position]))) is not None:
+        child, end = next_node, next_node.end
+        whole = raw_key.startswith(child.raw, at := position * width) and len(child.raw) == end * width - at
         if not whole:
-            end = position + common_prefix(raw, end - position, key, position)
+            end = position + common_prefix(child.raw, child.num_tokens, key.tokens, position)
             whole = end == child.end
-            if end == position:
-                break
         if matched == position and child.pages is not None:
             readable = end if usable is None else min(end, usable(child))
             if readable > position:
@@ -296,9 +300,11 @@ def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None)
     return Walk(path, evicted_tail, matched, position)
 
 
-def path_pages(path: Sequence[Node], end: int, index: int, group: AttentionGroup) -> GroupPages:
+def path_pages(
+    path: Sequence[Node], end: int, index: int, group: AttentionGroup, before: GroupPages | None = None
+) -> GroupPages:
     """The pages of group `index` that going on at token `end` of a path from the root needs: those of all tokens before
-    it, or of as many as are within reach."""
+    it, or of as many as are within reach. `before`: those of the nodes above `path`, which begins further down."""
     start = group.needed_at(end)
     parts: list[GroupPages] = []
     for node in reversed(path) if start < end else ():
@@ -308,6 +314,8 @@ def path_pages(path: Sequence[Node], end: int, index: int, group: AttentionGroup
             parts.append(part if node.end <= end else part.upto(end))
             if node.start <= start:
                 break
+    if before is not None:
+        parts.append(before)
     if not parts:
         return GroupPages(group, end, np.empty(0, np.int32))
     return join(parts[::-1]).drop_before(start)
@@ -354,7 +362,7 @@ def split(node: Node, at: int) -> tuple[Node, list[Pages]]:
     assert node.parent is not None and node.start < at < node.end
     cut = (at - node.start) * (len(node.raw) // node.num_tokens)
     upper = Node(node.parent, node.raw[:cut], node.start, at)
-    upper.locks, upper.decode_by, upper.lineage = node.locks, node.decode_by, node.lineage
+    upper.decode_by, upper.lineage = node.decode_by, node.lineage
     node.parent.adopt(upper)
     shared: list[Pages] = []
     if node.pages is not None:

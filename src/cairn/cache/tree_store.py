@@ -160,23 +160,14 @@ class TreeStore:
             observer.node_split(upper, node)
         return upper
 
-    def lock(self, node: Node, below: Node | None = None) -> None:
-        """Lock `node` and all above it for one sequence; only those below `below`, if that is given, because the others
-        are locked already."""
-        self.unreachable.pop(node, None)  # those above have a resident child, so they are in no danger
-        step: Node | None = node
-        while step is not below:
-            assert step is not None
-            step.locks += 1
-            step = step.parent
+    def lock(self, node: Node) -> None:
+        """Keep `node` for one sequence, and with it all above it, which have a resident child."""
+        self.unreachable.pop(node, None)
+        node.locks += 1
 
     def unlock(self, node: Node) -> None:
-        """Unlock `node` and all above it for one sequence."""
-        step: Node | None = node
-        while step is not None:
-            step.locks -= 1
-            top, step = step, step.parent
-        self._forget_root(top)
+        """Keep `node` no longer for one sequence."""
+        node.locks -= 1
         self.note_if_unreachable(node)
 
     def changed(self, node: Node) -> None:
@@ -293,7 +284,7 @@ class TreeStore:
             stack.extend(node.children)
 
     def _forget_root(self, node: Node) -> None:
-        if node.parent is None and not node.children and node.locks == 0:
+        if node.parent is None and not node.children:
             del self.roots[self._names.pop(node)]
             for observer in self.observers:
                 observer.root_forgotten(node)

@@ -60,15 +60,16 @@ class CheckpointRow:
 
 @dataclass(slots=True, eq=False)
 class TreeTable:
-    """The paths of the tree as rows, parents before children: those below row i are (i, until[i]). `last`: the node at
-    a path's end. `tick`: the latest use of a checkpoint. `sums`: running sums of (paths, tokens, pages, state pages,
-    checkpoints, hits), shape [paths + 1, 6], once the walk is over."""
+    """The paths of the tree as rows, parents before children: those below row i are (i, until[i]). `locks`: sequences
+    that end on it. `last`: the node at a path's end. `tick`: the latest use of a checkpoint. `sums`: running sums of
+    (paths, tokens, pages, state pages, checkpoints, hits, locks), shape [paths + 1, 7], once the walk is over."""
 
     parent: list[int] = field(default_factory=list)
     namespace: list[int] = field(default_factory=list)
     start: list[int] = field(default_factory=list)
     end: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    locks: list[int] = field(default_factory=list)
     last: list[Node] = field(default_factory=list)
     until: list[int] = field(default_factory=list)
     checkpoints: list[CheckpointRow] = field(default_factory=list)
@@ -77,7 +78,7 @@ class TreeTable:
     namespaces: int = 0
     dropped_tokens: int = 0
     dropped_checkpoints: int = 0
-    sums: "np.ndarray[tuple[int, int], np.dtype[np.int64]]" = field(default_factory=lambda: np.zeros((1, 6), np.int64))
+    sums: "np.ndarray[tuple[int, int], np.dtype[np.int64]]" = field(default_factory=lambda: np.zeros((1, 7), np.int64))
 
     def walk(self, cache: PrefixCache) -> Iterator[None]:
         """Fill the rows; each item ends a slice. Where the tree changes between two slices, a row shows the state
@@ -95,6 +96,7 @@ class TreeTable:
             if goes_on and (node.pages is None) == (self.last[row].pages is None):
                 self.end[row], self.last[row] = node.end, node
                 self.pages[row] += pages
+                self.locks[row] += node.locks
             else:
                 while is_open and is_open[-1] != row:
                     self.until[is_open.pop()] = len(self.parent)
@@ -103,6 +105,7 @@ class TreeTable:
                 self.start.append(start)
                 self.end.append(node.end)
                 self.pages.append(pages)
+                self.locks.append(node.locks)
                 self.last.append(node)
                 self.until.append(0)
                 row = len(self.parent) - 1
@@ -135,17 +138,18 @@ class TreeTable:
     def _sum_up(self) -> None:
         count = len(self.parent)
         at = np.array([row.path for row in self.checkpoints], np.int64)
-        rows = np.zeros((count + 1, 6), np.int64)
+        rows = np.zeros((count + 1, 7), np.int64)
         rows[1:, 0] = 1
         rows[1:, 1] = np.array(self.end, np.int64) - np.array(self.start, np.int64)
         rows[1:, 2] = self.pages
         rows[1:, 3] = np.bincount(at, [row.pages for row in self.checkpoints], count)[:count]
         rows[1:, 4] = np.bincount(at, minlength=count)[:count]
         rows[1:, 5] = np.bincount(at, [row.hits for row in self.checkpoints], count)[:count]
+        rows[1:, 6] = self.locks
         self.sums = rows.cumsum(axis=0)
 
     def sum(self, first: int, until: int) -> Numbers:
-        """The sums of rows [first, until), shape [6]."""
+        """The sums of rows [first, until), shape [7]."""
         difference: Numbers = self.sums[until] - self.sums[first]
         return difference
 
@@ -257,7 +261,7 @@ def _paths(cache: PrefixCache, table: TreeTable, shown: list[int]) -> tuple[list
                 end=table.end[path],
                 bytes=table.pages[path] * cache.layout.page_bytes,
                 resident=node.pages is not None,
-                users=node.locks,
+                users=node.locks + int(table.sum(path + 1, table.until[path])[6]),
                 children=children[index],
                 checkpoints=[_checkpoint(cache, row, table.tick) for row in best],
                 more=Folded(
@@ -302,13 +306,13 @@ def _checkpoint(cache: PrefixCache, row: CheckpointRow, tick: int) -> Checkpoint
 
 
 def _folded(cache: PrefixCache, sums: Numbers) -> Folded:
-    paths, tokens, pages, state_pages, checkpoints, hits = sums.tolist()
+    paths, tokens, pages, state_pages, checkpoints, hits, _ = sums.tolist()
     size = (pages + state_pages) * cache.layout.page_bytes
     return Folded(paths=paths, tokens=tokens, bytes=size, checkpoints=checkpoints, hits=hits)
 
 
 def _tree(cache: PrefixCache, table: TreeTable, below: Numbers) -> TreeView:
-    paths, tokens, _, state_pages, checkpoints, hits = table.sum(0, len(table.parent)).tolist()
+    paths, tokens, _, state_pages, checkpoints, hits, _ = table.sum(0, len(table.parent)).tolist()
     return TreeView(
         nodes=table.nodes,
         paths=paths,
