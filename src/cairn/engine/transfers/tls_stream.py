@@ -42,45 +42,50 @@ class BoundedSocket(socket.socket):
 
 
 class TlsStream:
-    """A `Stream`, once it is `open`. `to_connect`: this end is the one that connects, and the TLS client; otherwise it
-    has accepted. `heard` is called when something has come, `ended` once, when nothing can any more.
-    `is_authenticated`: the peer holds the secret; `lost`: why the connection has ended."""
+    """A `Stream`, once it is `open`, over a socket that is closed with it. `to_connect`: this end is the one that
+    connects, and the TLS client; otherwise it has accepted. One by which nothing comes for `idle_seconds` while somebody
+    waits for it is closed. `ended` is called once. `is_authenticated`: the peer holds the secret; `heard_at`: when
+    something has come last, by the loop's clock; `lost`: why the connection has ended."""
 
     def __init__(
         self,
+        made: BoundedSocket,
         context: ssl.SSLContext,
         event_loop: asyncio.AbstractEventLoop,
         *,
         to_connect: bool,
-        heard: Callable[["TlsStream"], None],
+        idle_seconds: float,
         ended: Callable[["TlsStream"], None],
     ) -> None:
         self.is_authenticated = False
         self.lost: str | None = None
         self.to_connect = to_connect
+        self.heard_at = event_loop.time()
+        self._made = made
         self._context = context
         self._event_loop = event_loop
-        self._heard = heard
+        self._idle_seconds = idle_seconds
         self._ended = ended
         self._opening: asyncio.Task[Any] | None = None
         self._reader = asyncio.StreamReader(READ_BYTES, event_loop)
         self._writer: asyncio.StreamWriter | None = None
         self._sending = asyncio.Lock()
 
-    async def open(self, made: BoundedSocket, address: Address | None = None) -> None:
-        """Connect to `address`, or shake hands with whoever was accepted, over a socket that is closed with this.
-        Raises ConnectionLost."""
-        tls, loop = self._context, self._event_loop
+    async def open(self, seconds: float, address: Address | None = None) -> None:
+        """Connect to `address`, or take whoever was accepted; then there are so many seconds to shake hands. Raises
+        ConnectionLost."""
+        loop, made = self._event_loop, self._made
         protocol = asyncio.StreamReaderProtocol(self._reader, loop=loop)
+        tls: dict[str, Any] = {"ssl": self._context, "ssl_handshake_timeout": seconds}
         self._opening = asyncio.current_task()
         try:
             if self.lost is not None:
                 raise ConnectionLost(self.lost)
-            if address is not None:
-                await loop.sock_connect(made, address)
-                transport, _ = await loop.create_connection(lambda: protocol, ssl=tls, sock=made, server_hostname="")
+            if address is None:
+                transport, _ = await loop.connect_accepted_socket(lambda: protocol, made, **tls)
             else:
-                transport, _ = await loop.connect_accepted_socket(lambda: protocol, made, ssl=tls)
+                await loop.sock_connect(made, address)
+                transport, _ = await loop.create_connection(lambda: protocol, sock=made, server_hostname="", **tls)
         except BaseException as error:
             made.close()
             self._opening = None
@@ -89,9 +94,9 @@ class TlsStream:
                 raise
             raise self._lost_by(error) from error
         self._opening, made.num_left, self.is_authenticated = None, None, True
+        self.heard_at = loop.time()
         transport.set_write_buffer_limits(high=_MAX_OUTBOX_BYTES)
         self._writer = asyncio.StreamWriter(transport, protocol, self._reader, loop)
-        self._heard(self)
 
     async def send(self, frame: bytes) -> None:
         assert self._writer is not None
@@ -105,13 +110,14 @@ class TlsStream:
 
     async def receive(self) -> bytes:
         try:
-            length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
-            if length > MAX_FRAME_BYTES:
-                raise OSError(f"it announced a frame of {length} bytes; at most {MAX_FRAME_BYTES}")
-            frame = await self._reader.readexactly(length)
+            async with asyncio.timeout(self._idle_seconds):
+                length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
+                if length > MAX_FRAME_BYTES:
+                    raise OSError(f"it announced a frame of {length} bytes; at most {MAX_FRAME_BYTES}")
+                frame = await self._reader.readexactly(length)
         except (OSError, asyncio.IncompleteReadError) as error:
             raise self._lost_by(error) from error
-        self._heard(self)
+        self.heard_at = self._event_loop.time()
         return frame
 
     def close(self, reason: str) -> None:
@@ -141,5 +147,7 @@ def _describe(error: BaseException, is_connecting: bool) -> str:
         # asyncio's own text is about its call
         text = os.strerror(error.errno)
         return f"it cannot be connected to: {text}" if is_connecting else f"the connection broke: {text}"
+    if isinstance(error, TimeoutError):
+        return "nothing came by it for too long"
     is_told = isinstance(error, OSError) and error.args
     return str(error) if is_told else "the peer has closed the connection"
