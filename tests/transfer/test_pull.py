@@ -9,7 +9,7 @@ from cairn.transfer import pull
 from cairn.transfer.contract import ContentName, PagesFree, PullEnded
 from cairn.transfer.leases import LeaseState
 from cairn.transfer.producer import ROOM_SECONDS
-from cairn.transfer.pull import TRANSITIONS, PullLimits, PullState
+from cairn.transfer.pull import PullLimits
 from cairn.transfer.stream import ConnectionLost
 from doubles.memory_channel import MemoryStream
 from doubles.memory_link import Fault
@@ -602,8 +602,3 @@ def test_a_grant_of_other_sizes_than_expected_is_given_back():
     world.pull(world.pull_spec(ref, PROMPT, range(9), checkpoint=(30, 31)))
     assert "local_pages lists 9 pages, tokens [0, 160) take 10" in ended(world.run())[0]
     assert [lease.state for lease in world.leases.take_ended()] == [LeaseState.RELEASED.value]
-
-
-def test_every_state_is_in_the_table_and_ends_are_ends():
-    assert set(TRANSITIONS) == set(PullState)
-    assert {state for state, nexts in TRANSITIONS.items() if not nexts} == {PullState.DONE, PullState.FAILED}
