@@ -2,6 +2,7 @@
 
 import queue
 import random
+import re
 import threading
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from cairn.transfer import leases
 from cairn.transfer.claim import match_claim
 from cairn.transfer.contract import ContentName, LeaseDemand, Offer, OfferedCheckpoint
 from cairn.transfer.digest import ContentDigest
-from cairn.transfer.leases import TRANSITIONS, Claimed, LeaseLimits, Leases, LeaseState
+from cairn.transfer.leases import Claimed, LeaseLimits, Leases, LeaseState
 from cairn.transfer.wire import Claim, RefusalReason, unpack_pages
 from cairn.types import ManualClock
 from transfer.parts import granted_numbers, num_active, parts
@@ -346,10 +347,24 @@ def test_what_is_remembered_of_the_past_is_bounded(clock):
     assert found == [RefusalReason.UNKNOWN] * 2 + [RefusalReason.USED] * 3
 
 
-def test_every_state_is_in_the_table_and_ends_are_ends():
-    assert set(TRANSITIONS) == set(LeaseState)
-    assert {state for state, nexts in TRANSITIONS.items() if not nexts} == {
-        LeaseState.CONFIRMED,
-        LeaseState.RELEASED,
-        LeaseState.EXPIRED,
-    }
+@pytest.mark.parametrize("ended", [LeaseState.CONFIRMED, LeaseState.RELEASED, LeaseState.EXPIRED])
+def test_what_has_ended_stays_as_it_is(book, clock, ended):
+    _, lease = granted_by(book, claim(book.offer(OFFER)))
+    match ended:
+        case LeaseState.CONFIRMED:
+            assert book.confirm(lease) is None
+        case LeaseState.RELEASED:
+            book.release(lease)
+        case LeaseState.EXPIRED:
+            clock.advance(30.0)
+    assert isinstance(book.claim(claim(lease)), RefusalReason) and isinstance(book.heartbeat(lease), RefusalReason)
+    assert isinstance(book.confirm(lease), RefusalReason) and book.decline("cmpl-1", lease.nonce) is not None
+    book.release(lease)
+    clock.advance(600.0)
+    assert [each.state for each in book.take_ended()] == [ended.value] and lease.state is ended
+    with pytest.raises(KeyError):
+        book._end(lease, LeaseState.RELEASED)
+
+
+def test_the_states_are_those_that_are_drawn():
+    assert {state.name for state in LeaseState} == set(re.findall("[A-Z]{5,}", leases.__doc__))
