@@ -24,7 +24,7 @@ PullId = NewType("PullId", int)
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-_Pull = Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
+PullNumber = Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ class ReadOrder(msgspec.Struct, frozen=True, tag="read", eq=False):
     `end` from the peer's `remote` pages into the own `local` ones, each in its side's size, and its checkpoint into
     the own state pages, or None. Each rank reads its share."""
 
-    pull: _Pull
+    pull: PullNumber
     peer: Peer
     end: _Tokens
     remote: tuple[GroupPages, ...]
@@ -317,7 +317,7 @@ class ReadEnded(msgspec.Struct, frozen=True, tag="ended"):
     """How a read has ended: nothing more is written for it. `failure`: why another rank could not begin it. `volume`:
     what was read, if it is DONE."""
 
-    pull: _Pull
+    pull: PullNumber
     state: ReadState
     failure: str = ""
     volume: Volume = Volume()

@@ -16,7 +16,7 @@ from cairn.transfer.contract import LookupId, LookupRequest, Peer
 from cairn.transfer.digest import DIGEST_BYTES
 from cairn.transfer.leases import Claimed, Lease, LeaseLimits, Leases
 from cairn.transfer.session import explain_layouts
-from cairn.transfer.stream import ConnectionLost, Stream
+from cairn.transfer.stream import ConnectionLost, TlsStream
 from cairn.transfer.wire import (
     HELLO,
     QUESTION,
@@ -129,7 +129,7 @@ class Producer:
         """Whether there is no lease and no lookup that may end by itself, and none of which nobody has heard."""
         return self.leases.is_idle and not self.lookups.num_open
 
-    async def serve(self, stream: Stream) -> None:
+    async def serve(self, stream: TlsStream) -> None:
         """Answer one consumer until its connection is lost. Never raises on what a peer does."""
         reason = "the connection is closed"
         try:
@@ -145,7 +145,7 @@ class Producer:
         finally:
             stream.close(reason)
 
-    async def _greet(self, stream: Stream) -> bool:
+    async def _greet(self, stream: TlsStream) -> bool:
         """Whether the consumer is welcome. Raises ConnectionLost, TimeoutError."""
         while (hello := self.frames.decode(await stream.receive(), HELLO)) is None:
             pass
@@ -166,7 +166,7 @@ class _Consumer:
     """One consumer, as it is served. `_claims`: its leases, and `_lookups`: what it waits for, by their questions'
     numbers."""
 
-    def __init__(self, stream: Stream, producer: Producer) -> None:
+    def __init__(self, stream: TlsStream, producer: Producer) -> None:
         self._stream = stream
         self._producer = producer
         self._leases = producer.leases

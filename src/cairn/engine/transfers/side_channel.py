@@ -20,11 +20,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from cairn.engine.transfers.tls_stream import BoundedSocket, TlsStream
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import TlsCredentials
 from cairn.transfer.peers import Address, is_loopback
-from cairn.transfer.stream import ConnectionLost
+from cairn.transfer.stream import BoundedSocket, ConnectionLost, TlsStream
 
 _BACKLOG = 1024
 _PAUSE_SECONDS = 0.5
