@@ -382,7 +382,7 @@ def test_a_consumer_that_takes_no_answers_loses_its_connection_and_what_it_has_c
     assert {lease.state for lease in claimed} == {LeaseState.RELEASED} and not world.p.channel.streams
 
 
-@pytest.mark.parametrize("kind", ["welcome", "granted", "confirmed"])
+@pytest.mark.parametrize("kind", ["welcome", "granted", "done"])
 def test_an_answer_that_never_comes_ends_the_transfer_in_time(kind, monkeypatch):
     world = World()
     ref = world.offer(PROMPT, PAGES, [FILE])
@@ -401,7 +401,7 @@ def test_an_answer_that_never_comes_ends_the_transfer_in_time(kind, monkeypatch)
     assert "no answer" in ended(world.run())[0]
     monkeypatch.undo()
     states = [lease.state for lease in world.leases.take_ended()]
-    assert states == {"welcome": [], "granted": ["released"], "confirmed": ["confirmed"]}[kind]
+    assert states == {"welcome": [], "granted": ["released"], "done": ["confirmed"]}[kind]
     again = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
     world.pull(world.pull_spec(again, PROMPT, range(10), checkpoint=(30, 31)))
     assert "did not answer" in ended(world.run())[0]
@@ -499,6 +499,7 @@ def test_a_heartbeat_that_is_not_answered_ends_no_read(monkeypatch):
     for _ in range(3):
         world.clock.advance(PullLimits().heartbeat)
         assert world.run(3) == []
+    monkeypatch.undo()
     world.fabric.inject(world.p.name, Fault.NONE)
     assert ended(world.run()) == (None, 160)
 

@@ -24,7 +24,6 @@ from cairn.transfer.wire import (
     Answer,
     Claim,
     Confirm,
-    Confirmed,
     Decline,
     Denied,
     Done,
@@ -156,9 +155,8 @@ class Producer:
             # It is read at the other end.
             refusal = explain_layouts(me.geometry, hello.geometry)
         answer = None if refusal is None else Denied(hello.nonce, refusal)
-        welcome = Welcome(hello.nonce, me.engine_id, me.layout, me.geometry, list(me.ranks))
         async with asyncio.timeout(ROOM_SECONDS):
-            await stream.send(encode(answer or welcome))
+            await stream.send(encode(answer or Welcome(hello.nonce, me)))
         return refusal is None
 
 
@@ -209,7 +207,6 @@ class _Consumer:
                 refusal = self._leases.heartbeat(self._claims.get(claim))
             case Confirm(claim=claim):
                 refusal = self._leases.confirm(self._claims.pop(claim, None))
-                return Confirmed() if refusal is None else Refused(refusal)
             case Release(claim=claim):
                 if (task := self._lookups.pop(claim, None)) is not None:
                     task.cancel()

@@ -192,8 +192,8 @@ class ProducerSession:
                 break
         if isinstance(answer, Denied):
             raise PeerFailed(f"refused by the peer: {answer.text}")
-        if answer.layout != me.layout:
-            raise PeerFailed(explain_layouts(answer.geometry, me.geometry))
-        self.peer = Peer(answer.engine_id, answer.geometry, tuple(answer.ranks), answer.layout)
+        if answer.peer.layout != me.layout:
+            raise PeerFailed(explain_layouts(answer.peer.geometry, me.geometry))
+        self.peer = answer.peer
         self._open.set_result(self.peer)
         return stream
