@@ -13,8 +13,8 @@ itself and never reports a peer that stands still.
 import asyncio
 import contextlib
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVarTuple
 
@@ -52,18 +52,15 @@ class EventQueue:
     scheduler has open: an event or two for each pull and lookup."""
 
     def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: deque[Event] = deque()
         self.notify: Callable[[], None] = lambda: None
 
     def put(self, event: Event) -> None:
-        self._events.put(event)
+        self._events.append(event)
         self.notify()
 
     def take(self) -> list[Event]:
-        events: list[Event] = []
-        while not self._events.empty():
-            events.append(self._events.get_nowait())
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
 
 class TransferPort:

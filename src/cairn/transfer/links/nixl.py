@@ -35,11 +35,24 @@ _HOOKS = "UCX_MEM_MMAP_HOOK_MODE"
 
 
 def start_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
-    """The agent, and what NIXL raises. Raises ConfigError when NIXL is not installed or has no UCX here."""
-    agent_class, config_class, errors = _load()
+    """The agent, and what NIXL raises. Raises ConfigError when NIXL is not installed or has no UCX here. Slow, and
+    needs torch: only when a link is made."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    # UCX reads it, and sets its hooks, as soon as it is loaded.
+    os.environ.setdefault(_HOOKS, "none")
+    try:
+        # An extra without type hints, installed or not. Both names are those of the wheel that fits torch here.
+        from nixl import _bindings  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError as error:
+        raise ConfigError(
+            f"--kv-transfer-config needs NIXL: pip install 'cairn-serve[nixl]', or, where torch is for CUDA, "
+            f"`nixl` and the wheel of the same CUDA, nixl-cu13 or nixl-cu12 ({error})"
+        ) from error
+    errors = *(getattr(_bindings, each) for each in dir(_bindings) if each.endswith("Error")), RuntimeError
     try:
         with _many_copies_a_turn():
-            return agent_class(name, config_class(enable_prog_thread=False, backends=["UCX"])), errors
+            return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"])), errors
     except errors as error:
         raise ConfigError(f"NIXL cannot start its UCX backend: {error}") from error
 
@@ -57,24 +70,6 @@ def _many_copies_a_turn() -> Iterator[None]:
         yield
     finally:
         del os.environ[_COPIES]
-
-
-def _load() -> tuple[Any, Any, Any]:
-    """(agent class, configuration class, what NIXL raises). Slow, and needs torch: only when a link is made."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    # UCX reads it, and sets its hooks, as soon as it is loaded.
-    os.environ.setdefault(_HOOKS, "none")
-    try:
-        # An extra without type hints, installed or not. Both names are those of the wheel that fits torch here.
-        from nixl import _bindings  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    except ImportError as error:
-        raise ConfigError(
-            f"--kv-transfer-config needs NIXL: pip install 'cairn-serve[nixl]', or, where torch is for CUDA, "
-            f"`nixl` and the wheel of the same CUDA, nixl-cu13 or nixl-cu12 ({error})"
-        ) from error
-    errors = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
-    return nixl_agent, nixl_agent_config, (*errors, RuntimeError)
 
 
 class Description(msgspec.Struct, frozen=True, tag="nixl1"):
