@@ -101,9 +101,6 @@ class _Sequence:
     keys: Keys
     digests: dict[int, bytes]
 
-    def begins(self, keys: Keys) -> bool:
-        return len(self.keys) <= len(keys) and np.array_equal(self.keys, keys[: len(self.keys)])
-
 
 class SequenceIndex:
     """Sequences that ended here lately, found by the digests of their prefixes. Holds key tokens only: the cache knows
@@ -132,7 +129,8 @@ class SequenceIndex:
             return
         digests = {number * GRID: mark for number, mark in enumerate(_split(digest.marks), 1)} | {len(keys): whole}
         for known in {self._places[mark][0] for mark in digests.values() if mark in self._places}:
-            if self._sequences[known].begins(keys):
+            before = self._sequences[known].keys
+            if np.array_equal(before, keys[: len(before)]):
                 self._forget(known)
         self._sequences[whole] = _Sequence(name, keys, digests)
         self._places.update({mark: (whole, position) for position, mark in digests.items()})

@@ -118,12 +118,6 @@ class Leases:
         return not (self._active or self._ended)
 
     @property
-    def has_ended(self) -> bool:
-        """Whether `take_ended` has something to return."""
-        with self._at_now():
-            return bool(self._ended)
-
-    @property
     def may_be_read(self) -> bool:
         """Whether a peer's link may be reading from here. Also for a while after a lease has ended: a consumer that has
         given up cannot reuse its own pages before its reads have ended, and some links need this side for that."""
@@ -164,10 +158,10 @@ class Leases:
             self._end(lease, LeaseState.RELEASED)
             return None
 
-    def expire(self) -> None:
-        """End the leases whose time is up."""
+    def expire(self) -> bool:
+        """End the leases whose time is up. Whether `take_ended` has something to return."""
         with self._at_now():
-            pass
+            return bool(self._ended)
 
     def take_ended(self) -> list[LeaseEnded]:
         """Leases that have ended since the last call, each once: their pages need not be kept any longer."""

@@ -108,7 +108,7 @@ class TransferPort:
     def events(self) -> list[Event]:
         return [*self.pending.take(), *self._leases.take_ended()]
 
-    def _post(self, command: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
+    def _post(self, command: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
         def carry_out() -> None:
             command(*arguments)
             self.changed()
@@ -173,7 +173,7 @@ class TransferLoop:
         """Drive the links, and look at what time has done."""
         self._port.consumer.look()
         leases = self._port.producer.leases
-        if leases.has_ended:
+        if leases.expire():
             self._port.pending.notify()
         self._ranks.serve(leases.may_be_read)
 
