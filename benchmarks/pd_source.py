@@ -16,7 +16,7 @@ from cairn.engine.contract import KvTransferConfig
 from cairn.engine.transfers.kv_transfer import RankMemory, build_transfer
 from cairn.transfer.contract import Offer
 from cairn.transfer.links.nixl import NixlLink
-from cairn.transfer.memory import HostPool
+from cairn.transfer.memory import PoolMemory
 from cairn.types import SystemClock
 
 
@@ -35,7 +35,7 @@ def main() -> None:
         return links[-1]
 
     pool = filled(np.zeros((share.num_pages, model.layout.page_bytes), np.uint8))
-    memory = RankMemory(HostPool(pool), model.layout, model.units)
+    memory = RankMemory(PoolMemory(pool), model.layout, model.units)
     config = KvTransferConfig(host="127.0.0.1", port=0, lease_seconds=600.0, lease_share=1.0)
     transfer = build_transfer(config, memory, model.digest, SystemClock(), make_link=make_link)
     transfer.start(lambda: None)

@@ -22,7 +22,7 @@ from cairn.transfer.contract import Peer, PullEnded, PullId, PullSpec, ReadOrder
 from cairn.transfer.geometry import geometry_of
 from cairn.transfer.links.contract import ReadState
 from cairn.transfer.links.nixl import NixlLink
-from cairn.transfer.memory import HostPool
+from cairn.transfer.memory import PoolMemory
 from cairn.transfer.worker import CHUNK_BYTES
 from cairn.types import SystemClock
 
@@ -67,7 +67,7 @@ def chunk_bounds(num_pages: int, page_bytes: int) -> list[tuple[int, int]]:
 
 def worker(model: Model, share: Share, pool: NDArray[np.uint8], source: Source) -> Move:
     """The engine's own: an order to a LinkWorker on a NixlLink, turned until it is read."""
-    hands = rank_worker(NixlLink("worker"), RankMemory(HostPool(pool), model.layout, model.units))
+    hands = rank_worker(NixlLink("worker"), RankMemory(PoolMemory(pool), model.layout, model.units))
     peer = Peer("bench", geometry_of(model.layout, 1), (bytes.fromhex(source.place["link"]),))
     order = ReadOrder(
         pull=PullId(1),
@@ -156,7 +156,7 @@ class _Puller:
     """A decode server's transfer side: claims, reads, has it confirmed."""
 
     def __init__(self, model: Model, share: Share, pool: NDArray[np.uint8], source: Source) -> None:
-        memory = RankMemory(HostPool(pool), model.layout, model.units)
+        memory = RankMemory(PoolMemory(pool), model.layout, model.units)
         config = KvTransferConfig(host="127.0.0.1", port=0)
         self._share, self._source, self._parts = share, source, model.parts(share.local_pages)
         self._happened = threading.Event()

@@ -24,7 +24,7 @@ from cairn.errors import AuditError, InvalidRequest, ModelError
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.geometry import AttentionUnits, ModelUnits
-from cairn.transfer.memory import HostPool
+from cairn.transfer.memory import PoolMemory
 from cairn.types import Clock, SystemClock
 from doubles.byte_tokenizer import END_OF_SEQUENCE, VOCAB_SIZE, ByteTokenizer
 from doubles.echo_runner import EchoRunner, EchoSpecs
@@ -158,7 +158,7 @@ def _transfer(
     if config.kv_transfer is None:
         return None
     pool = np.zeros((num_pages, layout.page_bytes), np.uint8)
-    memory = RankMemory(HostPool(pool), layout, _UNITS)
+    memory = RankMemory(PoolMemory(pool), layout, _UNITS)
     name = f"echo {next(_numbers)}"
     settings = config.kv_transfer
     if faults.no_lease_room:

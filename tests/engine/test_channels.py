@@ -8,9 +8,9 @@ import weakref
 import pytest
 
 from cairn.engine.transfers.side_channel import ChannelLimits
-from cairn.engine.transfers.tls_stream import READ_BYTES
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import derive_credentials
+from cairn.transfer.stream import READ_BYTES
 from cairn.transfer.wire import MAX_FRAME_BYTES
 from cairn.types import ManualClock, SystemClock
 from doubles.turned_channel import TurnedChannel

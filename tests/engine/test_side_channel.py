@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from cairn.engine.transfers.side_channel import ChannelLimits
-from cairn.engine.transfers.tls_stream import MAX_HANDSHAKE_BYTES
 from cairn.transfer.credentials import check_secret, derive_credentials
+from cairn.transfer.stream import MAX_HANDSHAKE_BYTES
 from cairn.transfer.wire import MAX_FRAME_BYTES
 from cairn.types import ManualClock, SystemClock
 from doubles.turned_channel import TurnedChannel

@@ -25,7 +25,7 @@ from cairn.transfer.contract import Peer
 from cairn.transfer.digest import SequenceIndex
 from cairn.transfer.geometry import PairedPages, geometry_of
 from cairn.transfer.leases import LeaseLimits
-from cairn.transfer.memory import HostPool
+from cairn.transfer.memory import PoolMemory
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
@@ -115,7 +115,7 @@ class Server:
         self.pool = noise.integers(0, 256, (num_pages, self.layout.page_bytes), np.uint8)
         self.runner = PooledRunner(self.layout, self.pool, num_pages, max_num_seqs)
         self.link = world.fabric.link(engine_id)
-        memory = HostPool(self.pool)
+        memory = PoolMemory(self.pool)
         self.link.register(memory.region)
         identity = Peer(engine_id, geometry, (self.link.describe(),), layout_hash)
         random_bytes, event_loop, events = world.rng.randbytes, TurnedLoop(world.clock), EventQueue()

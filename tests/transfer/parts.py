@@ -6,13 +6,17 @@ from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup
 from cairn.transfer.links.contract import ReadState
 from cairn.transfer.pull import PullState
-from cairn.transfer.wire import unpack_pages
 
 
 def parts(pages, start=0, block=16):
     """Those of the tokens from `start` on; none where there are no pages."""
     numbers = np.asarray(pages, np.int32)
     return (GroupPages(AttentionGroup("full", block), start, numbers),) if len(numbers) else ()
+
+
+def numbers(pages):
+    """Page numbers, as records have them."""
+    return np.asarray(pages, np.int32)
 
 
 def polled(worker, pull):
@@ -23,7 +27,7 @@ def polled(worker, pull):
 
 def granted_numbers(granted):
     """Per attention group the numbers that a grant lists."""
-    return [unpack_pages(each).tolist() for each in granted.pages]
+    return [each.tolist() for each in granted.pages]
 
 
 def num_active(leases) -> int:

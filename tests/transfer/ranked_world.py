@@ -11,7 +11,7 @@ from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PullSpec
 from cairn.transfer.geometry import PairedPages
 from cairn.transfer.leases import LeaseLimits
-from cairn.transfer.memory import HostPool
+from cairn.transfer.memory import PoolMemory
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker, RankServant
@@ -51,7 +51,7 @@ class Content:
 class Rank:
     """One rank's memory and link. `pool`: the kind of its memory."""
 
-    def __init__(self, fabric, name, units, geometry, rank, num_pages, pool=HostPool, **worker):
+    def __init__(self, fabric, name, units, geometry, rank, num_pages, pool=PoolMemory, **worker):
         self.num_pages, self.geometry, self.rank = num_pages, geometry, rank
         self.memory = np.full((num_pages, geometry.page_bytes), CANARY, np.uint8)
         self.link = fabric.link(name)
@@ -112,7 +112,7 @@ class Engine:
         *,
         num_pages=48,
         max_pages=4096,
-        pool=HostPool,
+        pool=PoolMemory,
     ):
         self.world, self.name, self.port = world, name, port
         units = naive.model(world.kv_heads, world.state_units)
@@ -178,7 +178,7 @@ class World:
         seed=0,
         sides=None,
         links=None,
-        pools=(HostPool, HostPool),
+        pools=(PoolMemory, PoolMemory),
         **fabric,
     ):
         self.rng = random.Random(seed)

@@ -8,7 +8,7 @@ import pytest
 
 from cairn.transfer.contract import PagesFree, PullEnded, PullId
 from cairn.transfer.links.contract import ReadState, Region
-from cairn.transfer.memory import HostPool
+from cairn.transfer.memory import PoolMemory
 from cairn.transfer.worker import LinkWorker
 from doubles.device_pool import FakeDevicePool
 from doubles.memory_link import MemoryFabric
@@ -58,7 +58,7 @@ def test_what_has_arrived_is_seen_when_the_read_is_done(sizes):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_without_a_fence_it_is_not(sizes):
     reader = on_device(sizes)
-    reader.worker._new_fence = HostPool(np.zeros((1, 1), np.uint8)).fence
+    reader.worker._new_fence = PoolMemory(np.zeros((1, 1), np.uint8)).fence
     with pytest.raises(AssertionError):
         fenced(reader)
 
@@ -87,7 +87,7 @@ def test_what_has_arrived_is_seen_on_every_rank_when_the_read_is_done(sizes, slo
 @pytest.mark.parametrize("careless", [0, 1])
 def test_a_rank_without_a_fence_is_found(sizes, careless):
     reader = Reader(*RANKS[sizes], alone=False, pool=FakeDevicePool)
-    reader.d.ranks[careless].worker._new_fence = HostPool(np.zeros((1, 1), np.uint8)).fence
+    reader.d.ranks[careless].worker._new_fence = PoolMemory(np.zeros((1, 1), np.uint8)).fence
     with pytest.raises(AssertionError):
         fenced_on_all_ranks(reader)
 
@@ -121,7 +121,7 @@ def test_pages_of_a_read_that_is_given_up_are_nobodys_while_the_device_may_write
 @pytest.mark.parametrize(("p", "d"), [("host", "device"), ("device", "host"), ("device", "device")])
 @pytest.mark.parametrize("sizes", [((1, 16), (1, 16)), ((1, 64), (2, 16)), ((2, 64), (2, 16))], ids=str)
 def test_a_whole_transfer_between_gpus_and_cpus(sizes, p, d):
-    kinds = {"host": HostPool, "device": FakeDevicePool}
+    kinds = {"host": PoolMemory, "device": FakeDevicePool}
     world = World(*sizes, kv_heads=2, sides={"num_pages": 96}, pools=(kinds[p], kinds[d]))
     content, prompt, count, k = world.content(300), keys(300), world.p.pages_of(300), world.p.pages_per_file
     offer = offer_of(world.p, content, prompt, range(count), {300: range(count, count + k)})

@@ -27,7 +27,7 @@ def test_marks_do_not_depend_on_how_the_tokens_came(cuts):
         digest.append(tokens[start:stop])
     expected = [ContentDigest(LAYOUT, name).of(tokens[:mark]) for mark in (64, 128, 192, 256, 320)]
     assert digest.marks == b"".join(expected)
-    assert digest.value() == ContentDigest(LAYOUT, name).of(tokens) and digest._num_tokens == 333
+    assert digest.of() == ContentDigest(LAYOUT, name).of(tokens) and digest._num_tokens == 333
 
 
 def test_the_digest_is_the_same_on_every_machine():
@@ -69,7 +69,7 @@ def test_an_image_is_called_the_same_on_every_server():
     growing = ContentDigest(LAYOUT, one[1])
     for part in np.array_split(one[0], 7):
         growing.append(part)
-    assert growing.value() == digest_of(*other)
+    assert growing.of() == digest_of(*other)
     marks = growing.marks
     for number in range(1, 4):
         end = 64 * number

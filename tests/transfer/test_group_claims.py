@@ -20,9 +20,9 @@ from cairn.transfer.contract import (
     PullSpec,
 )
 from cairn.transfer.leases import Claimed, LeaseLimits, Leases
-from cairn.transfer.wire import Granted, RefusalReason, pack_pages
+from cairn.transfer.wire import Granted, RefusalReason
 from cairn.types import ManualClock
-from transfer.parts import granted_numbers, num_active
+from transfer.parts import granted_numbers, num_active, numbers
 from transfer.world import LAYOUT, keys
 
 REACHES = ((None, False), (40, False), (64, True))
@@ -122,9 +122,9 @@ def test_a_claim_of_less_than_is_leased_is_out_of_range(book):
 WHOLE = Granted(
     END,
     (0, 361, 384),
-    tuple(pack_pages(part.pages) for part in OFFER.pages),
+    tuple(part.pages for part in OFFER.pages),
     END,
-    pack_pages(np.array([7])),
+    numbers([7]),
 )
 
 
@@ -136,10 +136,10 @@ WHOLE = Granted(
         {"first_tokens": (0, 361)},
         {"pages": WHOLE.pages[:2]},
         {"pages": WHOLE.pages[:2], "first_tokens": (0, 361)},
-        {"pages": (*WHOLE.pages[:2], pack_pages(np.arange(2)))},
-        {"pages": (*WHOLE.pages, b""), "first_tokens": (0, 361, 384, 400)},
+        {"pages": (*WHOLE.pages[:2], numbers(range(2)))},
+        {"pages": (*WHOLE.pages, numbers([])), "first_tokens": (0, 361, 384, 400)},
         {"checkpoint_position": 384},
-        {"checkpoint_position": None, "checkpoint": b""},
+        {"checkpoint_position": None, "checkpoint": numbers([])},
     ],
 )
 def test_a_grant_that_does_not_follow_from_the_claim_is_refused(changed):
@@ -163,7 +163,7 @@ def test_without_a_lease_any_mark_may_come_with_its_window(end, taken):
     granted = Granted(
         end,
         tuple(part.first_token for part in parts),
-        tuple(pack_pages(part.pages) for part in parts),
+        tuple(part.pages for part in parts),
         end,
         WHOLE.checkpoint,
     )
@@ -179,6 +179,6 @@ def test_without_a_state_the_whole_prompt_is_no_place_to_go_on():
     """Its last token is computed, of which a token more is needed than the window at the end has."""
     asked = spec(100, KvSource("p", "127.0.0.1", 1, end=400), end=100)
     parts = find_pages(OFFER, asked.start, END)
-    listed = tuple(part.first_token for part in parts), tuple(pack_pages(part.pages) for part in parts)
-    assert plan_read(asked, PullId(1), PEER, Granted(END, *listed, None, b"")) is None
+    listed = tuple(part.first_token for part in parts), tuple(part.pages for part in parts)
+    assert plan_read(asked, PullId(1), PEER, Granted(END, *listed, None, numbers([]))) is None
     assert plan_read(asked, PullId(1), PEER, Granted(END, *listed, END, WHOLE.checkpoint)) is not None

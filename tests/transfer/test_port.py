@@ -22,7 +22,7 @@ from cairn.transfer.contract import (
 )
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Descriptors, LinkError, ReadState, Region
-from cairn.transfer.memory import HostPool
+from cairn.transfer.memory import PoolMemory
 from cairn.transfer.worker import CHUNK_BYTES, LinkWorker, _chunks
 from doubles.memory_link import Fault
 from transfer.parts import parts, polled
@@ -118,7 +118,9 @@ def order(world, remote, local, *, geometry=GEOMETRY, ranks=None, pull=1):
 
 def test_a_read_of_many_chunks_keeps_two_handles_open():
     world = World(descriptors_per_poll=1)
-    worker: WorkerSide = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence, chunk_bytes=2 * PAGE_BYTES)
+    worker: WorkerSide = LinkWorker(
+        world.link, whole_pages(), PoolMemory(world.memory).fence, chunk_bytes=2 * PAGE_BYTES
+    )
     worker.start(order(world, range(7), range(7)))
     open_handles = []
     while polled(worker, PullId(1)) is ReadState.READING:
@@ -139,7 +141,7 @@ def test_every_chunk_size_moves_every_page_once_and_is_kept(chunk_bytes, monkeyp
         return read(peer, descriptors)
 
     monkeypatch.setattr(world.link, "read", counted)
-    worker = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence, chunk_bytes=chunk_bytes)
+    worker = LinkWorker(world.link, whole_pages(), PoolMemory(world.memory).fence, chunk_bytes=chunk_bytes)
     worker.start(order(world, range(10), range(20, 30)))
     while polled(worker, PullId(1)) is ReadState.READING:
         pass
@@ -159,7 +161,7 @@ def test_a_handle_has_no_more_short_ranges_than_a_link_moves_in_the_time_of_a_wh
 
 def test_a_peer_that_dies_between_two_chunks_fails_the_read():
     world = World(descriptors_per_poll=1)
-    worker = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence, chunk_bytes=PAGE_BYTES)
+    worker = LinkWorker(world.link, whole_pages(), PoolMemory(world.memory).fence, chunk_bytes=PAGE_BYTES)
     worker.start(order(world, range(5), range(5)))
     assert polled(worker, PullId(1)) is ReadState.READING
     world.fabric.inject(world.p.name, Fault.DEAD)
@@ -182,7 +184,7 @@ def test_a_peer_that_dies_between_two_chunks_fails_the_read():
 )
 def test_what_a_peer_gives_wrongly_is_refused_before_a_byte_moves(changed, why):
     world = World()
-    worker = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence)
+    worker = LinkWorker(world.link, whole_pages(), PoolMemory(world.memory).fence)
     with pytest.raises(LinkError, match=why):
         worker.start(order(world, **{"remote": (0, 1), "local": (0, 1)} | changed))
     assert not world.link.moved and len(worker._reads) == world.link.num_open == 0
@@ -203,7 +205,7 @@ def test_descriptors_are_cut_as_views():
 
 def test_a_peer_that_the_link_drops_in_mid_read_fails_it_and_can_be_read_again():
     world = World(descriptors_per_poll=1)
-    worker = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence)
+    worker = LinkWorker(world.link, whole_pages(), PoolMemory(world.memory).fence)
     worker.start(order(world, range(5), range(5)))
     assert polled(worker, PullId(1)) is ReadState.READING
     world.link.disconnect(world.p.name)
@@ -235,7 +237,7 @@ def test_a_peer_whose_read_has_failed_is_forgotten_even_if_nobody_waits_any_more
     world, forgotten, states = World(), [], {1: ReadState.READING, 2: ReadState.READING}
     monkeypatch.setattr(world.link, "poll", lambda handle: states[handle])
     monkeypatch.setattr(world.link, "disconnect", forgotten.append)
-    worker = LinkWorker(world.link, whole_pages(), HostPool(world.memory).fence, chunk_bytes=PAGE_BYTES)
+    worker = LinkWorker(world.link, whole_pages(), PoolMemory(world.memory).fence, chunk_bytes=PAGE_BYTES)
     worker.start(order(world, range(5), range(5)))
     assert polled(worker, PullId(1)) is ReadState.READING
     states[1] = ReadState.FAILED

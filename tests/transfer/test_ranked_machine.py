@@ -12,7 +12,7 @@ import pytest
 
 from cairn.transfer.contract import LeaseDemand, LeaseEnded, LookupRequest, PagesFree, PullEnded
 from cairn.transfer.digest import ContentDigest
-from cairn.transfer.memory import HostPool
+from cairn.transfer.memory import PoolMemory
 from doubles.device_pool import FakeDevicePool
 from doubles.memory_link import Fault
 from tiers import first
@@ -77,7 +77,7 @@ class Lives:
             descriptors_per_poll=rng.choice([1, 4, 1000]),
             delay=rng.randrange(3),
             late_writes=rng.random() < 0.5,
-            pools=random.Random(~self.seed).choices((HostPool, FakeDevicePool), k=2),
+            pools=random.Random(~self.seed).choices((PoolMemory, FakeDevicePool), k=2),
         )
         self.p, self.d = self.world.p, self.world.d
         self.theirs, self.mine = set(range(NUM_PAGES)), set(range(NUM_PAGES))

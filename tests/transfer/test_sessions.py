@@ -133,7 +133,8 @@ def test_another_layout_is_refused_by_whoever_sees_it_first():
     wire.pump()
     assert "layouts differ" in str(wire.session.failure) and not wire.p.streams
     wire, other = Wire(), Wire()
-    wire.answer(msgspec.structs.replace(other.said_by_p(), layout=b"M" * 32, answers=wire.hello.nonce))
+    theirs = replace(other.said_by_p().peer, layout=b"M" * 32)
+    wire.answer(Welcome(wire.hello.nonce, theirs))
     assert "layouts differ" in str(wire.session.failure) and not wire.session.failure.is_silent
 
 
@@ -144,8 +145,7 @@ def test_checkpoints_in_two_forms_are_refused_by_name():
     wire.pump()
     assert "checkpoint_dtype: float32 at the peer, int8 here" in str(wire.session.failure)
     wire, welcome = Wire(), Wire().said_by_p()
-    geometry = smaller.geometry
-    wire.answer(msgspec.structs.replace(welcome, layout=b"M" * 32, geometry=geometry, answers=wire.hello.nonce))
+    wire.answer(Welcome(wire.hello.nonce, replace(welcome.peer, layout=b"M" * 32, geometry=smaller.geometry)))
     assert "checkpoint_dtype: int8 at the peer, float32 here" in str(wire.session.failure)
 
 
@@ -337,4 +337,4 @@ def test_a_session_that_is_closed_while_it_connects_connects_no_more():
 
 def test_a_welcome_says_what_every_rank_says():
     welcome = Wire().said_by_p()
-    assert isinstance(welcome, Welcome) and tuple(welcome.ranks) == RANKS and welcome.engine_id == "p"
+    assert isinstance(welcome, Welcome) and welcome.peer.ranks == RANKS and welcome.peer.engine_id == "p"

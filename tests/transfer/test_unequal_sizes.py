@@ -84,7 +84,7 @@ def test_every_pair_every_length_every_byte(p_tp, d_tp, p_block, d_block):
 
 
 @pytest.mark.parametrize(("p", "d"), [((1, 16), (1, 16)), ((2, 64), (2, 64)), ((4, 128), (4, 128))])
-def test_equal_sizes_move_whole_pages_so_that_prepared_lists_serve(p, d):
+def test_equal_sizes_move_whole_pages(p, d):
     world = World(p, d)
     content, prompt = world.content(400), keys(400)
     count, k = world.p.pages_of(400), world.p.pages_per_file

@@ -4,7 +4,7 @@ import pytest
 
 from cairn.transfer.contract import Peer, PullId, ReadOrder, WorkerSide
 from cairn.transfer.links.contract import LinkError, ReadState
-from cairn.transfer.memory import HostPool
+from cairn.transfer.memory import PoolMemory
 from doubles.device_pool import FakeDevicePool
 from doubles.memory_link import Fault
 from transfer.parts import parts, polled
@@ -17,7 +17,7 @@ TOKENS = 200
 class Reader:
     """A worker of engine `d`, and orders that read from engine `p`."""
 
-    def __init__(self, p, d, *, alone, pool=HostPool, **fabric):
+    def __init__(self, p, d, *, alone, pool=PoolMemory, **fabric):
         self.world = World(p, d, kv_heads=2, pools=(pool, pool), **fabric)
         self.p, self.d = self.world.p, self.world.d
         self.content = self.world.content(TOKENS)
@@ -67,7 +67,7 @@ KINDS = {
 def reader(request):
     def make(**fabric):
         p, d, alone = KINDS[request.param]
-        pool = FakeDevicePool if "device" in request.param else HostPool
+        pool = FakeDevicePool if "device" in request.param else PoolMemory
         return Reader(p, d, alone=alone, pool=pool, **({"descriptors_per_poll": 1} | fabric))
 
     return make

@@ -26,7 +26,7 @@ from cairn.transfer.contract import (
 from cairn.transfer.geometry import AttentionUnits, ModelUnits, PairedPages
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Region
-from cairn.transfer.memory import HostPool
+from cairn.transfer.memory import PoolMemory
 from cairn.transfer.params import parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.producer import Producer
@@ -109,7 +109,7 @@ class World:
         self.addresses = set()
         self.memory = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
         self.link = self.fabric.link("decode")
-        pool = HostPool(self.memory)
+        pool = PoolMemory(self.memory)
         self.link.register(pool.region)
         self.worker = LinkWorker(self.link, whole_pages(groups), pool.fence, chunk_bytes=3 * PAGE_BYTES)
         identity = Peer("decode", geometry_with(groups), (self.link.describe(),), layout)

@@ -20,7 +20,7 @@ from cairn.transfer.contract import (
     num_range_pages,
 )
 from cairn.transfer.digest import DIGEST_BYTES, ContentDigest
-from cairn.transfer.wire import MAX_MARK_BYTES, Claim, Granted, pack_pages, unpack_pages
+from cairn.transfer.wire import MAX_MARK_BYTES, Claim, Granted
 
 
 def make_claim(spec: PullSpec, layout: bytes) -> Claim | None:
@@ -75,16 +75,14 @@ def make_grant(claim: Claim, offer: Offer, position: int) -> Granted | None:
         return None
     usable = [checkpoint for checkpoint in offer.checkpoints if checkpoint.position <= position and claim.checkpoint]
     deepest = max(usable, key=lambda checkpoint: checkpoint.position, default=OfferedCheckpoint(0, NO_PAGES))
-    pages = tuple(pack_pages(part.pages) for part in parts)
-    first_tokens = tuple(part.first_token for part in parts)
-    return Granted(position, first_tokens, pages, deepest.position or None, pack_pages(deepest.pages))
+    first_tokens, pages = tuple(part.first_token for part in parts), tuple(part.pages for part in parts)
+    return Granted(position, first_tokens, pages, deepest.position or None, deepest.pages)
 
 
 def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted) -> ReadOrder | None:
     """What to read by a grant; None when the grant does not follow from the claim or contradicts itself."""
-    end, at, state_pages = granted.position, granted.checkpoint_position, unpack_pages(granted.checkpoint)
-    parts = _match_pages(spec, peer, granted)
-    if parts is None or state_pages is None or (at is not None) != bool(len(state_pages)):
+    end, at, parts = granted.position, granted.checkpoint_position, _match_pages(spec, peer, granted)
+    if parts is None or (at is not None) != bool(len(granted.checkpoint)):
         return None
     if at is not None and (spec.checkpoint is None or not 0 < at <= end):
         return None
@@ -97,7 +95,7 @@ def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted) -> Rea
     if any(part.group.reach is not None for part in spec.pages) and at != end and (at or end == len(spec.keys)):
         # what is within reach at `end` is not all that is within reach at an earlier token
         return None
-    states = (None, None) if at is None else (state_pages, spec.checkpoint)
+    states = (None, None) if at is None else (granted.checkpoint, spec.checkpoint)
     return ReadOrder(pull, peer, end, *parts, *states) if follows else None
 
 
@@ -115,10 +113,10 @@ def _match_pages(
     if granted.pages and len(groups) != len(spec.pages):
         return None
     remote, local = list[GroupPages](), list[GroupPages]()
-    for first_token, packed, part, theirs in zip(granted.first_tokens, granted.pages, spec.pages, groups, strict=False):
+    for first_token, pages, part, theirs in zip(granted.first_tokens, granted.pages, spec.pages, groups, strict=False):
         group = replace(part.group, tokens_per_page=theirs.tokens_per_page)
-        first, pages = min(end, max(spec.start, group.needed_at(end))), unpack_pages(packed)
-        if pages is None or (theirs.reach, theirs.chunked) != (group.reach, group.chunked):
+        first = min(end, max(spec.start, group.needed_at(end)))
+        if (theirs.reach, theirs.chunked) != (group.reach, group.chunked):
             return None
         if first_token != first or len(pages) != num_range_pages(first, end, group.tokens_per_page):
             return None

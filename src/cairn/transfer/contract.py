@@ -23,8 +23,9 @@ PullId = NewType("PullId", int)
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
+_Description = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-_Pull = Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
+PullNumber = Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,10 @@ class Peer:
     """A server, as others know it: this one, or one that has proved itself. `engine_id` is new at every start. `ranks`:
     what its links say of themselves, one entry per rank. `layout`: `digest.layout_hash`."""
 
-    engine_id: str
+    engine_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
     geometry: PeerGeometry
-    ranks: tuple[bytes, ...]
-    layout: bytes = b""
+    ranks: Annotated[tuple[_Description, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    layout: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +294,7 @@ class ReadOrder(msgspec.Struct, frozen=True, tag="read", eq=False):
     `end` from the peer's `remote` pages into the own `local` ones, each in its side's size, and its checkpoint into
     the own state pages, or None. Each rank reads its share."""
 
-    pull: _Pull
+    pull: PullNumber
     peer: Peer
     end: _Tokens
     remote: tuple[GroupPages, ...]
@@ -317,7 +318,7 @@ class ReadEnded(msgspec.Struct, frozen=True, tag="ended"):
     """How a read has ended: nothing more is written for it. `failure`: why another rank could not begin it. `volume`:
     what was read, if it is DONE."""
 
-    pull: _Pull
+    pull: PullNumber
     state: ReadState
     failure: str = ""
     volume: Volume = Volume()

@@ -24,6 +24,7 @@ DIGEST_BYTES = 32
 _TOKEN_BYTES = 8
 _CONTENT = b"cairn/kv/1"
 _LAYOUT = b"cairn/layout/1"
+_NO_KEYS: Keys = np.zeros(0, np.int64)
 
 
 def layout_hash(facts: Mapping[str, str | int]) -> bytes:
@@ -59,7 +60,7 @@ class ContentDigest:
         """The digests of the first 64, 128, ... tokens, 32 bytes each."""
         return bytes(self._marks)
 
-    def of(self, keys: Keys) -> bytes:
+    def of(self, keys: Keys = _NO_KEYS) -> bytes:
         """Of the tokens so far and these, which are not remembered: 32 bytes, without the marks on the way."""
         sha = self._sha.copy()
         sha.update(self._spelled(keys))
@@ -75,7 +76,7 @@ class ContentDigest:
             self._num_tokens += stop - start
             start = stop
             if self._num_tokens % GRID == 0:
-                self._marks += self.value()
+                self._marks += self.of()
 
     def _spelled(self, keys: Keys) -> bytes:
         """What the next tokens are called on every server. Numbers below 0 that no image explains are this process's
@@ -91,12 +92,6 @@ class ContentDigest:
                 done = high
         return b"".join([*parts, _raw(keys[done - first :])])
 
-    def value(self) -> bytes:
-        """Of all tokens so far, 32 bytes."""
-        sha = self._sha.copy()
-        sha.update(self._num_tokens.to_bytes(8, "little"))
-        return sha.digest()
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sequence:
@@ -105,9 +100,6 @@ class _Sequence:
     name: ContentName
     keys: Keys
     digests: dict[int, bytes]
-
-    def begins(self, keys: Keys) -> bool:
-        return len(self.keys) <= len(keys) and np.array_equal(self.keys, keys[: len(self.keys)])
 
 
 class SequenceIndex:
@@ -131,13 +123,14 @@ class SequenceIndex:
             return
         digest = ContentDigest(self._layout, name)
         digest.append(keys)
-        whole = digest.value()
+        whole = digest.of()
         if whole in self._places:
             self._sequences.move_to_end(self._places[whole][0])
             return
         digests = {number * GRID: mark for number, mark in enumerate(_split(digest.marks), 1)} | {len(keys): whole}
         for known in {self._places[mark][0] for mark in digests.values() if mark in self._places}:
-            if self._sequences[known].begins(keys):
+            before = self._sequences[known].keys
+            if np.array_equal(before, keys[: len(before)]):
                 self._forget(known)
         self._sequences[whole] = _Sequence(name, keys, digests)
         self._places.update({mark: (whole, position) for position, mark in digests.items()})

@@ -342,7 +342,7 @@ class PairedPages:
         except ConfigError as error:
             raise LinkError(str(error)) from error
         if remote == self._local:
-            # whole pages, for which links have prepared lists: what is behind the end of a state comes along
+            # whole pages: what is behind the end of a state comes along
             for descriptors in reads.values():
                 descriptors.num_bytes[:] = remote.page_bytes
         return reads

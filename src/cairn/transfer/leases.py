@@ -16,10 +16,10 @@ claims. A page counts until the scheduler has heard that its last lease has ende
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,17 +46,6 @@ class LeaseState(Enum):
     """Given back by the consumer, or withdrawn by the producer."""
     EXPIRED = "expired"
     """Its time ran out. The pages may have other contents by now."""
-
-
-TRANSITIONS: Mapping[LeaseState, frozenset[LeaseState]] = MappingProxyType(
-    {
-        LeaseState.OFFERED: frozenset({LeaseState.CLAIMED, LeaseState.RELEASED, LeaseState.EXPIRED}),
-        LeaseState.CLAIMED: frozenset({LeaseState.CONFIRMED, LeaseState.RELEASED, LeaseState.EXPIRED}),
-        LeaseState.CONFIRMED: frozenset(),
-        LeaseState.RELEASED: frozenset(),
-        LeaseState.EXPIRED: frozenset(),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +80,6 @@ class Lease:
     def reference(self) -> str:
         """`remote_request_id` of `kv_transfer_params`."""
         return remote_request_id(self.request_id, self.nonce)
-
-    def to(self, state: LeaseState) -> None:
-        """Change the state; the only place that does."""
-        if state not in TRANSITIONS[self.state]:
-            raise AssertionError(f"{self.request_id}: {self.state.value} -> {state.value} is not a transition")
-        self.state = state
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +118,6 @@ class Leases:
         return not (self._active or self._ended)
 
     @property
-    def has_ended(self) -> bool:
-        """Whether `take_ended` has something to return."""
-        self.expire()
-        return bool(self._ended)
-
-    @property
     def may_be_read(self) -> bool:
         """Whether a peer's link may be reading from here. Also for a while after a lease has ended: a consumer that has
         given up cannot reuse its own pages before its reads have ended, and some links need this side for that."""
@@ -174,24 +151,21 @@ class Leases:
     def decline(self, request_id: str, nonce: bytes) -> RefusalReason | None:
         """End the lease of this request that nobody has claimed: a claimed one is its claimant's to end. Returns why
         not."""
-        with self._lock:
+        with self._at_now():
             lease = self._find(request_id, nonce)
             if isinstance(lease, RefusalReason):
                 return lease
             self._end(lease, LeaseState.RELEASED)
             return None
 
-    def expire(self) -> None:
-        """End the leases whose time is up."""
-        with self._lock:
-            now = self._clock.now()
-            for lease in [lease for lease in self._active.values() if lease.until <= now]:
-                self._end(lease, LeaseState.EXPIRED)
+    def expire(self) -> bool:
+        """End the leases whose time is up. Whether `take_ended` has something to return."""
+        with self._at_now():
+            return bool(self._ended)
 
     def take_ended(self) -> list[LeaseEnded]:
         """Leases that have ended since the last call, each once: their pages need not be kept any longer."""
-        with self._lock:
-            self.expire()
+        with self._at_now():
             ended, self._ended = self._ended, []
             for lease in ended:
                 self._counts[lease.pages] -= 1
@@ -199,7 +173,7 @@ class Leases:
 
     def claim(self, claim: Claim) -> Claimed | RefusalReason:
         """Answer a claim under a lease: all or nothing of the prefix that it names."""
-        with self._lock:
+        with self._at_now():
             lease = self._find(claim.request_id or "", claim.nonce or b"")
         if isinstance(lease, RefusalReason):
             return lease
@@ -230,18 +204,16 @@ class Leases:
     def heartbeat(self, lease: Lease | None) -> RefusalReason | None:
         """Extend a claimed lease. None, and one that has ended: whoever reads has given up, and needs this side until
         its reads have ended."""
-        with self._lock:
-            self.expire()
+        with self._at_now() as now:
             if lease is None or lease.state is not LeaseState.CLAIMED:
-                self._read_until = self._clock.now() + self._limits.linger
+                self._read_until = now + self._limits.linger
                 return _why_ended(lease)
-            self._extend(lease)
+            self._extend(lease, now)
             return None
 
     def confirm(self, lease: Lease | None) -> RefusalReason | None:
         """End a claimed lease well, unless it has ended before: then the pages may have had other contents."""
-        with self._lock:
-            self.expire()
+        with self._at_now():
             if lease is None or lease.state is not LeaseState.CLAIMED:
                 return _why_ended(lease)
             self._end(lease, LeaseState.CONFIRMED)
@@ -249,14 +221,12 @@ class Leases:
 
     def release(self, lease: Lease) -> None:
         """End a lease, if it has not ended."""
-        with self._lock:
-            self.expire()
+        with self._at_now():
             if lease.state in (LeaseState.OFFERED, LeaseState.CLAIMED):
                 self._end(lease, LeaseState.RELEASED)
 
     def _find(self, request_id: str, nonce: bytes) -> Lease | RefusalReason:
         """The lease of this name, if it can be claimed."""
-        self.expire()
         lease = self._active.get(nonce) or self._past.get(nonce)
         if lease is None:
             return RefusalReason.UNKNOWN
@@ -266,24 +236,31 @@ class Leases:
 
     def _give(self, lease: Lease, granted: Granted) -> Claimed | None:
         """None where it has ended, or been claimed, since it was looked at."""
-        with self._lock:
-            self.expire()
+        with self._at_now() as now:
             if lease.state is not LeaseState.OFFERED:
                 return None
-            lease.to(LeaseState.CLAIMED)
-            self._extend(lease)
+            lease.state = LeaseState.CLAIMED
+            self._extend(lease, now)
             return Claimed(lease, granted)
 
-    def _extend(self, lease: Lease) -> None:
-        until = self._clock.now() + self._limits.extension
-        lease.until = max(lease.until, min(until, lease.born + self._limits.max_age))
+    @contextmanager
+    def _at_now(self) -> Iterator[float]:
+        """Nobody else looks at the leases meanwhile, and those whose time is up have ended; the time."""
+        with self._lock:
+            now = self._clock.now()
+            for lease in [lease for lease in self._active.values() if lease.until <= now]:
+                self._end(lease, LeaseState.EXPIRED)
+            yield now
+
+    def _extend(self, lease: Lease, now: float) -> None:
+        lease.until = max(lease.until, min(now + self._limits.extension, lease.born + self._limits.max_age))
 
     def _end(self, lease: Lease, state: LeaseState) -> None:
         if lease.state is LeaseState.CLAIMED:
             self._read_until = self._clock.now() + self._limits.linger
-        lease.to(state)
-        lease.offer = None
+        # no lease ends twice: it would not be there any more
         del self._active[lease.nonce]
+        lease.state, lease.offer = state, None
         self._ended.append(lease)
         self._past[lease.nonce] = lease
         if len(self._past) > self._limits.max_remembered:

@@ -16,7 +16,7 @@ from cairn.transfer.contract import LookupId, LookupRequest, Peer
 from cairn.transfer.digest import DIGEST_BYTES
 from cairn.transfer.leases import Claimed, Lease, LeaseLimits, Leases
 from cairn.transfer.session import explain_layouts
-from cairn.transfer.stream import ConnectionLost, Stream
+from cairn.transfer.stream import ConnectionLost, TlsStream
 from cairn.transfer.wire import (
     HELLO,
     QUESTION,
@@ -24,7 +24,6 @@ from cairn.transfer.wire import (
     Answer,
     Claim,
     Confirm,
-    Confirmed,
     Decline,
     Denied,
     Done,
@@ -129,7 +128,7 @@ class Producer:
         """Whether there is no lease and no lookup that may end by itself, and none of which nobody has heard."""
         return self.leases.is_idle and not self.lookups.num_open
 
-    async def serve(self, stream: Stream) -> None:
+    async def serve(self, stream: TlsStream) -> None:
         """Answer one consumer until its connection is lost. Never raises on what a peer does."""
         reason = "the connection is closed"
         try:
@@ -145,7 +144,7 @@ class Producer:
         finally:
             stream.close(reason)
 
-    async def _greet(self, stream: Stream) -> bool:
+    async def _greet(self, stream: TlsStream) -> bool:
         """Whether the consumer is welcome. Raises ConnectionLost, TimeoutError."""
         while (hello := self.frames.decode(await stream.receive(), HELLO)) is None:
             pass
@@ -156,9 +155,8 @@ class Producer:
             # It is read at the other end.
             refusal = explain_layouts(me.geometry, hello.geometry)
         answer = None if refusal is None else Denied(hello.nonce, refusal)
-        welcome = Welcome(hello.nonce, me.engine_id, me.layout, me.geometry, list(me.ranks))
         async with asyncio.timeout(ROOM_SECONDS):
-            await stream.send(encode(answer or welcome))
+            await stream.send(encode(answer or Welcome(hello.nonce, me)))
         return refusal is None
 
 
@@ -166,7 +164,7 @@ class _Consumer:
     """One consumer, as it is served. `_claims`: its leases, and `_lookups`: what it waits for, by their questions'
     numbers."""
 
-    def __init__(self, stream: Stream, producer: Producer) -> None:
+    def __init__(self, stream: TlsStream, producer: Producer) -> None:
         self._stream = stream
         self._producer = producer
         self._leases = producer.leases
@@ -209,7 +207,6 @@ class _Consumer:
                 refusal = self._leases.heartbeat(self._claims.get(claim))
             case Confirm(claim=claim):
                 refusal = self._leases.confirm(self._claims.pop(claim, None))
-                return Confirmed() if refusal is None else Refused(refusal)
             case Release(claim=claim):
                 if (task := self._lookups.pop(claim, None)) is not None:
                     task.cancel()

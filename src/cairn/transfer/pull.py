@@ -1,22 +1,20 @@
-"""One transfer, from the consumer's side, as one state machine.
+"""One transfer, from the consumer's side: a coroutine from a spec to its outcome, and on to its last write.
 
-    RESOLVING -> HANDSHAKING -> CLAIMING -> READING -> CONFIRMING -> DONE
-                      |             +---- nothing to read ---^
-                      +---- only a release ---------------------------^
-    any of them -> FAILED            nothing can arrive any more
-    READING     -> ABANDONED         a late write may still come: the pages stay in quarantine
-    ABANDONED   -> FAILED            the link says that none will
+    HANDSHAKING -> CLAIMING -> READING -> CONFIRMING -> DONE          what `_transfer` does, line by line
+                                                                      (only a release ends behind the handshake)
+    any of them -> FAILED                nothing can arrive any more
+    READING     -> ABANDONED -> FAILED   a late write may still come: the pages stay in quarantine until the link says
+                                         that none will
 
-The outcome is known in DONE, FAILED and ABANDONED. Every state but ABANDONED has a deadline, and nobody waits for
+The outcome is known in DONE, FAILED and ABANDONED. Whatever is waited for before has a deadline, and nobody waits for
 ABANDONED. What was read may be used in DONE alone: the producer has then confirmed that its lease never lapsed before
 the last byte had arrived. A lost connection ends it in every state, and gives the lease back.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, Final
 
 from cairn.transfer.claim import make_claim, plan_read
@@ -31,10 +29,8 @@ logger = logging.getLogger(__name__)
 class PullState(Enum):
     """Where a transfer is, and what is true there."""
 
-    RESOLVING = "resolving"
-    """Nothing was sent; the host has not been checked."""
     HANDSHAKING = "handshaking"
-    """The peer may be spoken to; it has not proved itself."""
+    """Nothing was sent, or the peer has not proved itself yet."""
     CLAIMING = "claiming"
     """The claim is sent; the lease may be ours or not."""
     READING = "reading"
@@ -47,20 +43,6 @@ class PullState(Enum):
     """Nothing may be used. No write can come; the pages are free."""
     ABANDONED = "abandoned"
     """Nothing may be used, and bytes may still arrive: the pages are in quarantine."""
-
-
-TRANSITIONS: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
-    {
-        PullState.RESOLVING: frozenset({PullState.HANDSHAKING, PullState.FAILED}),
-        PullState.HANDSHAKING: frozenset({PullState.CLAIMING, PullState.DONE, PullState.FAILED}),
-        PullState.CLAIMING: frozenset({PullState.READING, PullState.CONFIRMING, PullState.FAILED}),
-        PullState.READING: frozenset({PullState.CONFIRMING, PullState.FAILED, PullState.ABANDONED}),
-        PullState.CONFIRMING: frozenset({PullState.DONE, PullState.FAILED}),
-        PullState.ABANDONED: frozenset({PullState.FAILED}),
-        PullState.DONE: frozenset(),
-        PullState.FAILED: frozenset(),
-    }
-)
 
 
 class PullLimits:
@@ -83,7 +65,7 @@ class Pull:
         """`session_with` returns the session with a server, and raises PeerFailed where there is none."""
         self.id = pull
         self.spec = spec
-        self.state = PullState.RESOLVING
+        self.state = PullState.HANDSHAKING
         self.failure: str | None = None
         self.is_silent = False
         self.session: ProducerSession | None = None
@@ -93,7 +75,6 @@ class Pull:
         self._grant: Granted | None = None
         self._volume: Volume | None = None
         self._read: asyncio.Future[ReadEnded] = tools.event_loop.create_future()
-        self._aborted = False
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -110,10 +91,10 @@ class Pull:
 
     def abort(self) -> None:
         """Give the transfer up."""
-        if not self.is_over and not self._aborted:
-            self._aborted = True
-            # one that has not begun looks at `_aborted` first
-            if self.task is not None and self.state is not PullState.RESOLVING:
+        if not self.is_over and self.failure is None:
+            self.failure = "aborted"
+            # one that has not begun looks at it first
+            if self.task is not None and self.session is not None:
                 self.task.cancel()
 
     def look(self) -> None:
@@ -128,49 +109,49 @@ class Pull:
                 self._read.set_result(ended)
 
     async def run(self) -> None:
-        """Returns when the outcome is known."""
+        """Returns when the outcome is known; a lease that has not been confirmed is given back."""
         try:
-            await self._transfer()
+            if self.failure is None:
+                await self._transfer()
+                self.state = PullState.DONE
+                return
         except asyncio.CancelledError:
-            if not self._aborted:
+            if self.failure is None:
+                # not this transfer is given up, but the thread ends
                 raise
-            self._fail("aborted")
         except PeerFailed as failure:
-            self.is_silent = failure.is_silent
-            self._fail(str(failure))
+            self.failure, self.is_silent = str(failure), failure.is_silent
         except Exception as error:
             # One peer's doing must not end the thread that serves all of them.
             logger.exception("transfer %d of %s", self.id, self.spec.request_id)
-            self._fail(f"{type(error).__name__}: {error}")
+            self.failure = f"{type(error).__name__}: {error}"
+        self._tell(Release)
+        if self.state is PullState.READING:
+            self._tools.worker.cancel(self.id)
+            self.look()
+        may_write = self.state is PullState.READING and not self._read.done()
+        self.state = PullState.ABANDONED if may_write else PullState.FAILED
 
     async def drain(self) -> None:
-        """Returns when no write can come any more. Some links end a read only with the peer's help, so it is told now
-        and then."""
-        while self.state is PullState.ABANDONED and not self._read.done():
-            await asyncio.wait({self._read}, timeout=PullLimits.heartbeat)
-            if self._claim is not None and self.session is not None and not self._read.done():
-                self.session.tell(Heartbeat(self._claim), PullLimits.answer)
+        """Returns when no write can come any more."""
         if self.state is PullState.ABANDONED:
-            self._to(PullState.FAILED)
+            await self._read_ended()
+            self.state = PullState.FAILED
 
     async def _transfer(self) -> None:
-        """Returns when it is DONE."""
-        if self._aborted:
-            raise PeerFailed("aborted")
+        """Returns when it is DONE. Raises PeerFailed."""
         spec = self.spec
         self.session = self._session_with(spec.source)
-        self._to(PullState.HANDSHAKING)
         peer = await self.session.opened()
         if peer.engine_id != spec.source.engine_id:
             raise PeerFailed("the peer is another engine than the one that made the offer: it has restarted")
         if spec.release_only:
             await self._ask(Decline(spec.source.request_id or "", spec.source.nonce or b""))
-            self._to(PullState.DONE)
             return
         record = make_claim(spec, self._tools.me.layout)
         if record is None:
             raise PeerFailed("there is too little to ask for")
-        self._to(PullState.CLAIMING)
+        self.state = PullState.CLAIMING
         self._claim = self.session.new_number()
         granted = await self._ask(record, self._claim)
         order = plan_read(spec, self.id, peer, granted) if isinstance(granted, Granted) else None
@@ -178,48 +159,38 @@ class Pull:
             raise PeerFailed("the peer's grant is not what was claimed")
         self._grant = granted
         if order.remote or order.remote_checkpoint is not None:
-            await self._read_pages(order, self._claim)
-        self._to(PullState.CONFIRMING)
+            await self._read_pages(order, self.session)
+        self.state = PullState.CONFIRMING
         await self._ask(Confirm(self._claim))
-        self._to(PullState.DONE)
 
-    async def _read_pages(self, order: ReadOrder, claim: int) -> None:
+    async def _read_pages(self, order: ReadOrder, session: ProducerSession) -> None:
         """Returns when all bytes have arrived. Raises PeerFailed."""
-        assert self.session is not None
         try:
             self._tools.worker.start(order)
         except LinkError as error:
             raise PeerFailed(f"the pages cannot be read: {error}") from error
-        self._to(PullState.READING)
+        self.state = PullState.READING
         self.look()
-        if not self._read.done():
-            await self._wait_for_read(self.session, claim)
-        ended = self._read.result()
+        try:
+            async with asyncio.timeout(PullLimits.read):
+                ended = await self._read_ended(session.closed)
+        except TimeoutError:
+            raise PeerFailed(f"the read took longer than {PullLimits.read:g} s") from None
+        if ended is None:
+            raise session.failure or PeerFailed("the session has ended")
         if ended.state is not ReadState.DONE:
             raise PeerFailed(f"the link failed while reading{ended.failure and ': '}{ended.failure}")
         self._volume = ended.volume
 
-    async def _wait_for_read(self, session: ProducerSession, claim: int) -> None:
-        beats = self._tools.event_loop.create_task(self._beat(claim))
-        try:
-            limit = PullLimits.read
-            ends: set[asyncio.Future[Any]] = {self._read, beats, session.closed}
-            await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if not self._read.done():
-                refusal = beats.result() if beats.done() else PeerFailed(f"the read took longer than {limit:g} s")
-                raise session.failure or refusal
-        finally:
-            beats.cancel()
-
-    async def _beat(self, claim: int) -> PeerFailed:
-        """Extends the lease now and then. Returns when the peer says that it has ended, or is gone."""
-        while True:
-            await asyncio.sleep(PullLimits.heartbeat)
-            try:
-                await self._ask(Heartbeat(claim))
-            except PeerFailed as failure:
-                if not failure.is_silent:
-                    return failure
+    async def _read_ended(self, *ends: asyncio.Future[Any]) -> ReadEnded | None:
+        """How the read has ended; None if one of `ends` is done before. The peer is told now and then that it is still
+        read from: that keeps the lease, and some links end a read only with its help."""
+        while not self._read.done() and not any(end.done() for end in ends):
+            waits: set[asyncio.Future[Any]] = {self._read, *ends}
+            done, _ = await asyncio.wait(waits, timeout=PullLimits.heartbeat, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                self._tell(Heartbeat)
+        return self._read.result() if self._read.done() else None
 
     async def _ask(self, request: Request, number: int | None = None) -> Reply:
         """Raises PeerFailed where the answer is a refusal, or none comes in time."""
@@ -237,19 +208,7 @@ class Pull:
             raise PeerFailed(f"refused by the peer: {reply.reason.value}")
         return reply
 
-    def _fail(self, failure: str) -> None:
-        """Give the lease back."""
-        self.failure = failure
+    def _tell(self, kind: type[Heartbeat] | type[Release]) -> None:
+        """Say something of the claim that needs no answer."""
         if self._claim is not None and self.session is not None:
-            self.session.tell(Release(self._claim), PullLimits.answer)
-        is_reading = self.state is PullState.READING
-        if is_reading:
-            self._tools.worker.cancel(self.id)
-            self.look()
-        self._to(PullState.ABANDONED if is_reading and not self._read.done() else PullState.FAILED)
-
-    def _to(self, state: PullState) -> None:
-        """Change the state; the only place that does."""
-        if state not in TRANSITIONS[self.state]:
-            raise AssertionError(f"{self.spec.request_id}: {self.state.value} -> {state.value} is not a transition")
-        self.state = state
+            self.session.tell(kind(self._claim), PullLimits.answer)

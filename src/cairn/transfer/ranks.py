@@ -16,17 +16,15 @@ quarantine: a process that stands still may go on and write at any time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from cairn.transfer.contract import PullId, ReadEnded, ReadOrder, Volume, WorkerSide
+from cairn.transfer.contract import PullId, PullNumber, ReadEnded, ReadOrder, Volume, WorkerSide
 from cairn.transfer.links.contract import Link, LinkError, ReadState
 from cairn.transfer.wire import FrameReader, decode_array, encode
 
 _MAX_DESCRIPTIONS = 1 << 20
-
-_Pull = Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class RankChannel(Protocol):
@@ -43,7 +41,7 @@ class RankChannel(Protocol):
 class CancelRead(msgspec.Struct, frozen=True, tag="cancel"):
     """Cancel a read; ReadEnded comes when nothing can be written any more."""
 
-    pull: _Pull
+    pull: PullNumber
 
 
 class Serve(msgspec.Struct, frozen=True, tag="serve"):

@@ -6,7 +6,7 @@ when the connection is lost, all that waits fails at once, and the producer rele
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from cairn.errors import ConfigError
 from cairn.transfer.contract import Peer, PeerGeometry, WorkerSide
 from cairn.transfer.geometry import check_peers
 from cairn.transfer.peers import Address
-from cairn.transfer.stream import Connect, ConnectionLost, Stream
+from cairn.transfer.stream import ConnectionLost, TlsStream
 from cairn.transfer.wire import (
     ANSWER,
     HELLO_ANSWER,
@@ -63,11 +63,12 @@ def explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
 @dataclass(frozen=True, slots=True)
 class ConsumerTools:
     """What all sessions and transfers of an engine share: `me`, this server; `worker`, who reads for it; how it
-    connects to producers, in `event_loop`; `random(n)`, n unpredictable bytes."""
+    connects to producers, whose hosts may be connected to, in `event_loop`, and raises ConnectionLost; `random(n)`, n
+    unpredictable bytes."""
 
     me: Peer
     worker: WorkerSide
-    connect: Connect
+    connect: Callable[[Address], Awaitable[TlsStream]]
     random: Callable[[int], bytes]
     event_loop: asyncio.AbstractEventLoop
     frames: FrameReader = field(default_factory=FrameReader)
@@ -93,7 +94,7 @@ class ProducerSession:
         self._event_loop = tools.event_loop
         self._heard = heard
         self._ended = ended
-        self._stream: Stream | None = None
+        self._stream: TlsStream | None = None
         self._open: asyncio.Future[Peer] = tools.event_loop.create_future()
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._told: set[asyncio.Task[None]] = set()
@@ -178,7 +179,7 @@ class ProducerSession:
         except PeerFailed as failure:
             self.close(failure)
 
-    async def _greet(self) -> Stream:
+    async def _greet(self) -> TlsStream:
         """The stream to a producer that serves the same layout. Raises ConnectionLost, PeerFailed."""
         me = self._tools.me
         hello = Hello(VERSION, me.engine_id, self._tools.random(NONCE_BYTES), me.layout, me.geometry)
@@ -191,8 +192,8 @@ class ProducerSession:
                 break
         if isinstance(answer, Denied):
             raise PeerFailed(f"refused by the peer: {answer.text}")
-        if answer.layout != me.layout:
-            raise PeerFailed(explain_layouts(answer.geometry, me.geometry))
-        self.peer = Peer(answer.engine_id, answer.geometry, tuple(answer.ranks), answer.layout)
+        if answer.peer.layout != me.layout:
+            raise PeerFailed(explain_layouts(answer.peer.geometry, me.geometry))
+        self.peer = answer.peer
         self._open.set_result(self.peer)
         return stream

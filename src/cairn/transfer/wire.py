@@ -2,8 +2,7 @@
 
     Hello                                          -> Welcome, or Denied
     Question: Claim                                -> Answer: Granted, or Refused
-              Confirm                              ->         Confirmed, or Refused
-              Heartbeat, Release, Decline          ->         Done, or Refused
+              Heartbeat, Confirm, Release, Decline ->         Done, or Refused
 
 Both ends have proved that they hold the same secret before the first record (`credentials`). Hello is the first on a
 connection, and its answer the first that comes back; what follows is numbered. A claim is known by the number of its
@@ -19,13 +18,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.transfer.contract import PeerGeometry
+from cairn.transfer.contract import Peer, PeerGeometry
 from cairn.types import Keys, Pages
 
-VERSION = 7
+VERSION = 8
 """Both sides must speak the same one. History: 1, the first; 2, claims without a lease are granted; 3, TLS below them;
 4, one record for all claims; 5, every claim names prefixes by marks and an end; 6, questions and answers
-with numbers; 7, pages by attention group. Every version reads the Hello, the Welcome and the Denied of all others."""
+with numbers; 7, pages by attention group; 8, a Welcome has a record of its sender, and what is confirmed is done.
+Every version reads the Hello and the Denied of all others."""
 
 NONCE_BYTES = 16
 """Random bytes that name a handshake or a lease."""
@@ -37,7 +37,6 @@ MAX_MARK_BYTES = 32 * (1 << 15)
 """No claim has more marks: those of two million tokens."""
 
 _MAX_TOKENS = 1 << 26
-_MAX_PAGE_BYTES = 4 * (1 << 19)
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -45,8 +44,6 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
 QuestionNumber = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
-PageBytes = Annotated[bytes, msgspec.Meta(max_length=_MAX_PAGE_BYTES)]
-Description = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
 Record = TypeVar("Record")
 
@@ -85,13 +82,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Answers Hello. `answers`: its nonce; `ranks`: the description of each rank's link."""
+    """Answers Hello, whose nonce is `answers`."""
 
     answers: Nonce
-    engine_id: Name
-    layout: Hash
-    geometry: PeerGeometry
-    ranks: Annotated[list[Description], msgspec.Meta(min_length=1, max_length=1024)]
+    peer: Peer
 
 
 class Denied(msgspec.Struct, frozen=True, tag="denied"):
@@ -148,20 +142,20 @@ class Decline(msgspec.Struct, frozen=True, tag="decline"):
 Request: TypeAlias = Claim | Heartbeat | Confirm | Release | Decline
 
 
-class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """Answers Claim: by attention group the pages of the tokens from its first one on, pinned until the lease ends, as
-    int32 numbers, little endian; no group where nothing is needed but the checkpoint. The first token is `position`
-    where none of a group is within reach.
+class Granted(msgspec.Struct, frozen=True, tag="granted", eq=False):
+    """Answers Claim: by attention group the pages of the tokens from its first one on, pinned until the lease ends; no
+    group where nothing is needed but the checkpoint. The first token is `position` where none of a group is within
+    reach.
 
     `position`: tokens that may be used, at the claim's end or at one of its marks. `checkpoint_position` and
-    `checkpoint` (page numbers) if one was claimed and there is one.
+    `checkpoint` (its pages) if one was claimed and there is one.
     """
 
     position: Number
     first_tokens: tuple[Number, ...]
-    pages: tuple[PageBytes, ...]
+    pages: tuple[Pages, ...]
     checkpoint_position: Number | None
-    checkpoint: PageBytes
+    checkpoint: Pages
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -170,15 +164,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: RefusalReason
 
 
-class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
-    """Answers Confirm: the lease never lapsed while you read."""
-
-
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Answers whatever has nothing more to tell."""
+    """Answers all but Claim. A Confirm: the lease never lapsed while you read."""
 
 
-Reply: TypeAlias = Granted | Refused | Confirmed | Done
+Reply: TypeAlias = Granted | Refused | Done
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
@@ -193,12 +183,6 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     number: QuestionNumber
     record: Reply
-
-
-HELLO: Final = msgspec.msgpack.Decoder(Hello)
-HELLO_ANSWER: Final = msgspec.msgpack.Decoder(Welcome | Denied)
-QUESTION: Final = msgspec.msgpack.Decoder(Question)
-ANSWER: Final = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(record: msgspec.Struct) -> bytes:
@@ -245,13 +229,7 @@ def decode_array(kind: object, data: object) -> NDArray[Any]:
     return numbers
 
 
-def pack_pages(pages: Pages) -> bytes:
-    return encode_array(pages.astype(np.int32, copy=False))
-
-
-def unpack_pages(packed: bytes) -> Pages | None:
-    """Page numbers, or None when they are no int32 numbers >= 0."""
-    try:
-        return decode_array(Pages, packed)
-    except ValueError:
-        return None
+HELLO: Final = msgspec.msgpack.Decoder(Hello)
+HELLO_ANSWER: Final = msgspec.msgpack.Decoder(Welcome | Denied)
+QUESTION: Final = msgspec.msgpack.Decoder(Question)
+ANSWER: Final = msgspec.msgpack.Decoder(Answer, dec_hook=decode_array)

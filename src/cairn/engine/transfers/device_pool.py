@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from cairn.transfer.links.contract import Region
-from cairn.transfer.memory import Fence, HostPool, PoolMemory
+from cairn.transfer.memory import Fence, PoolMemory
 
 
 def open_pool(pool: Tensor) -> PoolMemory:
     """One rank's pool: uint8 [num_pages, page_bytes], contiguous. To be called by the thread that launches steps,
     before the first one."""
-    return HostPool(pool.numpy()) if pool.device.type == "cpu" else CudaPool(pool)
+    return PoolMemory(pool.numpy()) if pool.device.type == "cpu" else CudaPool(pool)
 
 
-class CudaPool:
+class CudaPool(PoolMemory):
     """A `PoolMemory` in a GPU's memory. Its methods are for the thread that drives the link."""
 
     def __init__(self, pool: Tensor) -> None:

@@ -13,8 +13,8 @@ itself and never reports a peer that stands still.
 import asyncio
 import contextlib
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVarTuple
 
@@ -52,18 +52,15 @@ class EventQueue:
     scheduler has open: an event or two for each pull and lookup."""
 
     def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: deque[Event] = deque()
         self.notify: Callable[[], None] = lambda: None
 
     def put(self, event: Event) -> None:
-        self._events.put(event)
+        self._events.append(event)
         self.notify()
 
     def take(self) -> list[Event]:
-        events: list[Event] = []
-        while not self._events.empty():
-            events.append(self._events.get_nowait())
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
 
 class TransferPort:
@@ -111,7 +108,7 @@ class TransferPort:
     def events(self) -> list[Event]:
         return [*self.pending.take(), *self._leases.take_ended()]
 
-    def _post(self, command: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
+    def _post(self, command: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
         def carry_out() -> None:
             command(*arguments)
             self.changed()
@@ -176,7 +173,7 @@ class TransferLoop:
         """Drive the links, and look at what time has done."""
         self._port.consumer.look()
         leases = self._port.producer.leases
-        if leases.has_ended:
+        if leases.expire():
             self._port.pending.notify()
         self._ranks.serve(leases.may_be_read)
 

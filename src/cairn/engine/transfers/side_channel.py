@@ -20,14 +20,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from cairn.engine.transfers.tls_stream import BoundedSocket, TlsStream
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import TlsCredentials
 from cairn.transfer.peers import Address, is_loopback
-from cairn.transfer.stream import ConnectionLost
+from cairn.transfer.stream import BoundedSocket, ConnectionLost, TlsStream
 
 _BACKLOG = 1024
-_ACCEPTS_PER_TURN = 32
 _PAUSE_SECONDS = 0.5
 _MAX_NAME_LOOKUPS = 16
 
@@ -74,16 +72,15 @@ class SideChannel:
         limits: ChannelLimits | None = None,
     ) -> None:
         """`limits` None: as many connections as fit the process's descriptors."""
+        self._listener = listener
         self._credentials = credentials
         self._event_loop = event_loop
         self._limits = limits or ChannelLimits.fitting(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        # what ends a connection: it has not proved the secret in time, or is idle
-        self._timers: dict[TlsStream, asyncio.TimerHandle] = {}
+        self._streams: dict[TlsStream, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._lookups = threading.BoundedSemaphore(_MAX_NAME_LOOKUPS)
         self._serve: Serve | None = None
         self.dropped = 0
-        self._listener = listener
 
     @property
     def port(self) -> int:
@@ -92,7 +89,7 @@ class SideChannel:
     @property
     def num_connections(self) -> int:
         """Open connections, those of unauthenticated peers included."""
-        return len(self._timers)
+        return len(self._streams)
 
     def listen(self, serve: Serve) -> None:
         """Accept consumers from now on."""
@@ -103,92 +100,74 @@ class SideChannel:
         """A connection to a producer that has proved the secret. The caller has made sure that its host may be
         connected to, and has a deadline. Raises ConnectionLost."""
         numeric = _numeric(address[0]) or await self._resolve(address[0])
-        self._make_room("producer", self._limits.max_producers)
+        self._keep("producer", self._limits.max_producers - 1)
         try:
             made = BoundedSocket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM)
         except OSError as error:
             raise ConnectionLost(f"it cannot be connected to: {error.strerror}") from error
-        # Twice the time that a session waits for its answer: it is the session that notices a silent peer.
-        stream = self._add(made, accepted=False, seconds=2 * self._limits.handshake_seconds)
-        await stream.open(made, (numeric, address[1]))
+        stream = self._add(made, to_connect=True)
+        await stream.open(self._limits.handshake_seconds, (numeric, address[1]))
         return stream
 
     def close(self) -> None:
-        """Close all sockets; call it while the loop does not run."""
+        """Close all sockets."""
         self._event_loop.remove_reader(self._listener)
-        for stream in list(self._timers):
+        for stream in list(self._streams):
             stream.close("this server ends")
         for task in self._tasks:
             task.cancel()
         self._listener.close()
 
     def _accept(self) -> None:
-        for num_accepted in range(_ACCEPTS_PER_TURN):
-            try:
-                accepted, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                # Linux looks for a free descriptor first, so only the first try says that somebody waits for one.
-                if num_accepted == 0:
-                    self._pause(error)
-                return
-            self._make_room("unauthenticated", self._limits.max_unauthenticated)
-            made = BoundedSocket(fileno=accepted.detach())
-            stream = self._add(made, accepted=True, seconds=self._limits.handshake_seconds)
-            task = self._event_loop.create_task(self._serve_accepted(stream, made))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        try:
+            accepted, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # The process is out of descriptors: without a pause the listener would be ready all the time.
+            logger.warning("no connection can be accepted: %s", error.strerror)
+            self._event_loop.remove_reader(self._listener)
+            self._event_loop.call_later(_PAUSE_SECONDS, self._event_loop.add_reader, self._listener, self._accept)
+            for oldest in self._of_kind("unauthenticated")[:1]:
+                oldest.close("descriptors are needed")
+            return
+        self._keep("unauthenticated", self._limits.max_unauthenticated - 1)
+        stream = self._add(BoundedSocket(fileno=accepted.detach()), to_connect=False)
+        task = self._event_loop.create_task(self._serve_accepted(stream))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _serve_accepted(self, stream: TlsStream, accepted: BoundedSocket) -> None:
+    async def _serve_accepted(self, stream: TlsStream) -> None:
         with contextlib.suppress(ConnectionLost):
-            await stream.open(accepted)
-            self._make_room("consumer", self._limits.max_consumers, kept=stream)
+            await stream.open(self._limits.handshake_seconds)
+            self._keep("consumer", self._limits.max_consumers)
             assert self._serve is not None
             await self._serve(stream)
 
-    def _pause(self, error: OSError) -> None:
-        """The process is out of descriptors: without a pause the listener would be ready all the time."""
-        logger.warning("no connection can be accepted: %s", error.strerror)
-        self._event_loop.remove_reader(self._listener)
-        self._event_loop.call_later(_PAUSE_SECONDS, self._resume)
-        for oldest in [stream for stream in self._timers if _kind_of(stream) == "unauthenticated"][:1]:
-            oldest.close("descriptors are needed")
-
-    def _resume(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._event_loop.add_reader(self._listener, self._accept)
-
-    def _add(self, made: socket.socket, *, accepted: bool, seconds: float) -> TlsStream:
+    def _add(self, made: BoundedSocket, *, to_connect: bool) -> TlsStream:
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        context = self._credentials.server if accepted else self._credentials.client
-        stream = TlsStream(context, self._event_loop, to_connect=not accepted, heard=self._heard, ended=self._ended)
-        self._end_after(stream, seconds, "no proof of the secret in time")
+        context = self._credentials.client if to_connect else self._credentials.server
+        # The consumer's end closes first, so that it never sends on a connection that is just being closed.
+        idle_seconds = self._limits.idle_seconds * (1 if to_connect else 2)
+        stream = TlsStream(
+            made, context, self._event_loop, to_connect=to_connect, idle_seconds=idle_seconds, ended=self._ended
+        )
+        self._streams[stream] = None
         return stream
 
-    def _end_after(self, stream: TlsStream, seconds: float, reason: str) -> None:
-        if stream in self._timers:
-            self._timers[stream].cancel()
-        self._timers[stream] = self._event_loop.call_later(seconds, stream.close, reason)
-
-    def _heard(self, stream: TlsStream) -> None:
-        # a frame whose last bytes came just before the end is taken after it
-        if stream.lost is None:
-            # The consumer's end closes first, so that it never sends on a connection that is just being closed.
-            seconds = self._limits.idle_seconds * (1 if stream.to_connect else 2)
-            self._end_after(stream, seconds, "nothing came by it for too long")
-
     def _ended(self, stream: TlsStream) -> None:
-        self._timers.pop(stream).cancel()
+        del self._streams[stream]
         self.dropped += _kind_of(stream) == "unauthenticated"
 
-    def _make_room(self, kind: _Kind, limit: int, kept: TlsStream | None = None) -> None:
-        """Close connections of this kind until one more fits: those that are idle for longest, or were accepted
-        first."""
-        same = [stream for stream in self._timers if _kind_of(stream) == kind and stream is not kept]
-        same.sort(key=lambda stream: self._timers[stream].when())
-        for stream in same[: max(0, len(same) + 1 - limit)]:
+    def _of_kind(self, kind: _Kind) -> list[TlsStream]:
+        """First those that are idle for longest, or were accepted first."""
+        return sorted((each for each in self._streams if _kind_of(each) == kind), key=lambda each: each.heard_at)
+
+    def _keep(self, kind: _Kind, most: int) -> None:
+        """Close connections of this kind until no more than so many are left."""
+        same = self._of_kind(kind)
+        for stream in same[: max(0, len(same) - most)]:
             stream.close("others needed its place")
 
     async def _resolve(self, host: str) -> str:
@@ -202,8 +181,7 @@ class SideChannel:
 
         def look_up() -> None:
             try:
-                entries = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-                resolved.set_result(str(entries[0][4][0]))
+                resolved.set_result(_look_up(host))
             # UnicodeError: a label that is no host name's
             except (OSError, UnicodeError) as error:
                 resolved.set_exception(error)
@@ -226,10 +204,7 @@ def _kind_of(stream: TlsStream) -> _Kind:
 def create_listener(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 takes a free one. Raises ConfigError that names the variables."""
     try:
-        numeric = _numeric(host)
-        if numeric is None:
-            addresses = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-            numeric = str(addresses[0][4][0])
+        numeric = _numeric(host) or _look_up(host)
         family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
         listener = socket.create_server((numeric, port), family=family, backlog=_BACKLOG)
     except OSError as error:
@@ -239,6 +214,11 @@ def create_listener(host: str, port: int) -> socket.socket:
         ) from error
     listener.setblocking(False)
     return listener
+
+
+def _look_up(host: str) -> str:
+    """The address of a host's name. Raises OSError, UnicodeError."""
+    return str(socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _numeric(host: str) -> str | None:

@@ -29,19 +29,30 @@ from numpy.typing import NDArray
 from cairn.errors import ConfigError
 from cairn.transfer.links.contract import Descriptors, LinkError, ReadHandle, ReadState, Region
 
-_LOCAL = "NIXL_INIT_AGENT"
-
 _COPIES = "UCX_CMA_TX_QUOTA"
 
 _HOOKS = "UCX_MEM_MMAP_HOOK_MODE"
 
 
 def start_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
-    """The agent, and what NIXL raises. Raises ConfigError when NIXL is not installed or has no UCX here."""
-    agent_class, config_class, errors = _load()
+    """The agent, and what NIXL raises. Raises ConfigError when NIXL is not installed or has no UCX here. Slow, and
+    needs torch: only when a link is made."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    # UCX reads it, and sets its hooks, as soon as it is loaded.
+    os.environ.setdefault(_HOOKS, "none")
+    try:
+        # An extra without type hints, installed or not. Both names are those of the wheel that fits torch here.
+        from nixl import _bindings  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError as error:
+        raise ConfigError(
+            f"--kv-transfer-config needs NIXL: pip install 'cairn-serve[nixl]', or, where torch is for CUDA, "
+            f"`nixl` and the wheel of the same CUDA, nixl-cu13 or nixl-cu12 ({error})"
+        ) from error
+    errors = *(getattr(_bindings, each) for each in dir(_bindings) if each.endswith("Error")), RuntimeError
     try:
         with _many_copies_a_turn():
-            return agent_class(name, config_class(enable_prog_thread=False, backends=["UCX"])), errors
+            return nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"])), errors
     except errors as error:
         raise ConfigError(f"NIXL cannot start its UCX backend: {error}") from error
 
@@ -59,24 +70,6 @@ def _many_copies_a_turn() -> Iterator[None]:
         yield
     finally:
         del os.environ[_COPIES]
-
-
-def _load() -> tuple[Any, Any, Any]:
-    """(agent class, configuration class, what NIXL raises). Slow, and needs torch: only when a link is made."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    # UCX reads it, and sets its hooks, as soon as it is loaded.
-    os.environ.setdefault(_HOOKS, "none")
-    try:
-        # An extra without type hints, installed or not. Both names are those of the wheel that fits torch here.
-        from nixl import _bindings  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    except ImportError as error:
-        raise ConfigError(
-            f"--kv-transfer-config needs NIXL: pip install 'cairn-serve[nixl]', or, where torch is for CUDA, "
-            f"`nixl` and the wheel of the same CUDA, nixl-cu13 or nixl-cu12 ({error})"
-        ) from error
-    errors = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
-    return nixl_agent, nixl_agent_config, (*errors, RuntimeError)
 
 
 class Description(msgspec.Struct, frozen=True, tag="nixl1"):
@@ -106,35 +99,18 @@ def kind(device: int | None) -> str:
     return "DRAM" if device is None else "VRAM"
 
 
-def page_table(region: Region) -> NDArray[np.uint64]:
-    """All pages as one strided row (address, length, device, stride, count), shape [1, 5]."""
-    row = (region.address, region.page_bytes, region.device or 0, region.page_bytes, region.num_pages)
-    return np.array([row], np.uint64)
-
-
-def range_table(address: NDArray[np.int64], num_bytes: NDArray[np.int64], device: int | None) -> NDArray[np.uint64]:
+def range_table(address: NDArray[Any], num_bytes: NDArray[np.int64], device: int | None) -> NDArray[np.uint64]:
     """Rows (address, length, device), the form that NIXL takes without a Python loop."""
     rows = np.empty((len(address), 3), np.uint64)
     rows[:, 0], rows[:, 1], rows[:, 2] = address, num_bytes, device or 0
     return rows
 
 
-def is_whole(descriptors: Descriptors, remote_page_bytes: int, local_page_bytes: int) -> bool:
-    """Whether pages are read whole, so that lists of pages serve."""
-    return bool(
-        remote_page_bytes == local_page_bytes
-        and (descriptors.num_bytes == local_page_bytes).all()
-        and not descriptors.remote_offset.any()
-        and not descriptors.local_offset.any()
-    )
-
-
 @dataclass(slots=True)
 class _Peer:
-    """`pages`: descriptor list of all its pages, prepared once. `failed`: an operation on it has failed."""
+    """`failed`: an operation on it has failed."""
 
     remote: Description
-    pages: Any
     failed: bool = False
     is_connected: bool = True
 
@@ -158,7 +134,6 @@ class NixlLink:
         self._agent, self._errors = start_agent(self._name)
         self._region: Region | None = None
         self._registered: Any = None
-        self._pages: Any = None
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
         self._next = 0
@@ -178,7 +153,6 @@ class NixlLink:
                 self._registered = self._agent.register_memory(
                     [(region.address, size, region.device or 0, "")], kind(region.device)
                 )
-                self._pages = self._agent.prep_xfer_dlist(_LOCAL, page_table(region), kind(region.device))
         except LinkError as error:
             if region.device is None:
                 raise
@@ -204,7 +178,7 @@ class NixlLink:
             if peer_state.failed or not peer_state.is_connected or peer_state.remote != remote:
                 raise LinkError(f"{remote.name} has failed, or has another description now")
             return remote.name
-        self._peers[remote.name] = _Peer(remote, self._prepare(remote))
+        self._add_peer(remote)
         return remote.name
 
     def disconnect(self, peer: str) -> None:
@@ -224,14 +198,9 @@ class NixlLink:
             raise LinkError("a read needs at least one descriptor")
         remote = peer_state.remote
         descriptors.check(remote_pages=remote.num_pages, remote_page_bytes=remote.page_bytes, local=region)
-        buffers: tuple[object, ...]
         with self._peer_errors(peer_state):
-            if is_whole(descriptors, remote.page_bytes, region.page_bytes):
-                buffers = (descriptors.local_page.astype(np.int32), descriptors.remote_page.astype(np.int32))
-                transfer = self._agent.make_prepped_xfer("READ", self._pages, buffers[0], peer_state.pages, buffers[1])
-            else:
-                buffers = self._ranges(descriptors, region, remote)
-                transfer = self._agent.initialize_xfer("READ", *buffers, peer)
+            buffers = self._ranges(descriptors, region, remote)
+            transfer = self._agent.initialize_xfer("READ", *buffers, peer)
         try:
             with self._peer_errors(peer_state):
                 self._agent.transfer(transfer)
@@ -268,21 +237,20 @@ class NixlLink:
             self._agent.get_new_notifs()
 
     def close(self) -> int:
-        """Release handles, then descriptor lists, then peers, then the region, unless reads may still write."""
+        """Release handles, then peers, then the region, unless reads may still write."""
         for handle in list(self._reads):
             self.cancel(handle)
             self.poll(handle)
         for peer in list(self._peers):
             self.disconnect(peer)
         if not self._reads and self._registered is not None:
-            self._pages.release()
             with self._link_errors("deregister memory"):
                 self._agent.deregister_memory(self._registered)
-            self._registered = self._pages = self._region = None
+            self._registered = self._region = None
         return len(self._reads)
 
-    def _prepare(self, remote: Description) -> Any:
-        """Add the agent; returns the list of all its pages. Leaves nothing behind when it raises."""
+    def _add_peer(self, remote: Description) -> None:
+        """Leaves nothing behind when it raises."""
         name = ""
         try:
             with self._link_errors("connect" + self._limit(remote)):
@@ -291,13 +259,16 @@ class NixlLink:
                 if name != remote.name:
                     raise LinkError("the peer's description names another agent than its metadata")
                 self._agent.make_connection(name)
-                table = page_table(Region(remote.address, remote.num_pages, remote.page_bytes, None, remote.device))
-                return self._agent.prep_xfer_dlist(name, table, kind(remote.device))
+                # Raises where not all of it is registered, or can be reached.
+                size = np.array([remote.num_pages * remote.page_bytes])
+                whole = range_table(np.array([remote.address]), size, remote.device)
+                self._agent.prep_xfer_dlist(name, whole, kind(remote.device)).release()
         except LinkError:
             if name and name not in self._peers:
                 with self._cleanup_errors():
                     self._agent.remove_remote_agent(name)
             raise
+        self._peers[name] = _Peer(remote)
 
     def _ranges(self, descriptors: Descriptors, region: Region, remote: Description) -> tuple[object, ...]:
         lists = []
@@ -310,13 +281,12 @@ class NixlLink:
         return tuple(lists)
 
     def _remove_peer(self, peer: str) -> None:
-        """Remove a disconnected peer once none of its reads is open: a descriptor list must outlive its handles."""
+        """Remove a disconnected peer once none of its reads is open."""
         peer_state = self._peers[peer]
         if peer_state.is_connected or any(read.peer == peer for read in self._reads.values()):
             return
         del self._peers[peer]
         with self._cleanup_errors():
-            peer_state.pages.release()
             self._agent.remove_remote_agent(peer)
 
     def _release(self, transfer: Any) -> None:
