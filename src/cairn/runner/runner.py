@@ -270,9 +270,11 @@ class Runner(StepRunner):
         self.steps += 1
         return result
 
-    def settle(self) -> None:
+    def settle(self, *, has_slots: bool = True) -> None:
         """See `StepRunner`: a full hit is answered before all of its state is in its slot."""
-        if self._late_restores is not None:
+        if not has_slots:
+            self._late_restores = None
+        elif self._late_restores is not None:
             with self._inference_mode:
                 self._restore_late()
 
