@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import ipaddress
 from collections.abc import Coroutine
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope
@@ -39,11 +40,14 @@ def get_client_address(scope: Scope) -> str:
     """The IP address that a request came from, behind trusted proxies; empty if it is none: on a Unix socket, or if a
     trusted proxy said something else."""
     client = scope.get("client")
-    if not client:
-        return ""
+    return _plain_address(str(client[0])) if client else ""
+
+
+@lru_cache(maxsize=1024)
+def _plain_address(text: str) -> str:
     try:
         # An IPv6 address may have its interface after it, of any length.
-        address = ipaddress.ip_address(str(client[0]).partition("%")[0])
+        address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return ""
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
