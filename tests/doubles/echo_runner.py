@@ -89,7 +89,7 @@ class EchoRunner:
         self._input_batch.append(result.slots, result.tokens)
         return result
 
-    def settle(self) -> None:
+    def settle(self, *, has_slots: bool = True) -> None:
         """Nothing is left for later."""
 
     def close(self) -> None:

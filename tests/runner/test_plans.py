@@ -108,6 +108,16 @@ def test_the_state_of_a_full_hit_comes_after_its_first_token(driver: Driver, set
     assert not torch.equal(driver.file_bytes(saved), driver.file_bytes(others))
 
 
+def test_the_state_of_a_slot_that_nobody_is_in_any_more_does_not_come(driver: Driver) -> None:
+    file = driver.file()
+    driver.run(driver.row(driver.sequence(0, 64), prompt(20, 0)), snapshots=[Snapshot(0, 20, file)])
+    live = driver.runner._live.tensors[1:]
+    driver.run(restores=(Restore(2, file),), sample_only=(SampleOnly(2, SamplingMetadata(GREEDY, 20)),))
+    driver.runner.settle(has_slots=False)
+    driver.run(driver.row(driver.sequence(1, 64), prompt(30, 1)))
+    assert not any(torch.equal(part[0], part[2]) for part in live)
+
+
 def test_a_file_restored_and_saved_again_has_the_same_bytes() -> None:
     for pattern, changes in (("M*M", {}), ("M*M", {"n_groups": 1}), ("*-", {}), ("MM", {})):
         for dtype in (torch.float32, torch.bfloat16):

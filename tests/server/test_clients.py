@@ -6,7 +6,8 @@ import contextlib
 import httpx
 import pytest
 
-from cairn.http.clients import get_client_id
+from cairn.http.clients import cancel_on_disconnect, get_client_id
+from cairn.http.error_responses import ClientDisconnected
 from cairn.http.web_server import create_web_server
 from cairn.proxy.app import create_app
 from cairn.proxy.options import ProxyOptions
@@ -111,3 +112,54 @@ def test_a_proxy_is_known_in_either_form(host):
     scope = {"type": "http", "client": (host, 1), "headers": [(b"x-forwarded-for", b"203.0.113.5")]}
     asyncio.run(config.loaded_app(scope, None, None))
     assert seen == ["address:203.0.113.5"]
+
+
+def test_work_ends_when_its_client_leaves_and_only_then():
+    """In one task, which goes on afterwards; the cancellation of another comes through as itself."""
+    ended = []
+
+    async def work(seconds):
+        try:
+            await asyncio.sleep(seconds)
+            return "done"
+        finally:
+            ended.append(seconds)
+
+    async def leaves():
+        return {"type": "http.disconnect"}
+
+    async def stays():
+        await asyncio.Event().wait()
+
+    async def run():
+        with pytest.raises(ClientDisconnected):
+            await cancel_on_disconnect(leaves, work(30))
+        assert ended == [30]
+        assert asyncio.current_task().cancelling() == 0
+        assert await cancel_on_disconnect(stays, work(0.01)) == "done"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await cancel_on_disconnect(stays, work(31))
+        assert ended == [30, 0.01, 31]
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1, "nobody watches for what has ended"
+
+    asyncio.run(run())
+
+
+def test_work_that_never_waits_is_not_watched():
+    asked = []
+
+    async def receive():
+        asked.append(True)
+        return {"type": "http.disconnect"}
+
+    async def work():
+        return "done"
+
+    async def run():
+        assert await cancel_on_disconnect(receive, work()) == "done"
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert asked == []

@@ -229,6 +229,8 @@ class CheckpointStore:
         size, stats = self._layout.pages_to_resume, self.divergences
         chance = self.eviction.path_chance(path) / (size * self._layout.page_bytes)
         facts.answer_worth = chance * facts.stride * stats.share(path, facts.num_tokens, inf)
+        if facts.hit >= facts.num_tokens:
+            return
         # no position saves more than all that is computed
         most = (facts.num_tokens - facts.hit) * chance
         may_pay = self.pool.num_free >= size or not most < self.queue.price() < inf

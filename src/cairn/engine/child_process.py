@@ -49,7 +49,7 @@ class ChildProcess:
     directory that only this user can enter). It ends by itself when this process does. One thread only.
 
     `name`: what messages call it. `send_seconds`: how long it may take nothing. `queued_frames`: most that wait for it.
-    With an asyncio context the socket is asyncio's, and `process` and `end` are all that is to be used besides it.
+    Whoever uses the socket in an event loop uses nothing but `process` and what ends it besides.
     """
 
     def __init__(

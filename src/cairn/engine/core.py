@@ -207,7 +207,8 @@ class Core:
 
     def settle(self) -> None:
         """What the last step has left for when its outputs have been sent."""
-        self._runner.settle()
+        state = self._scheduler.state
+        self._runner.settle(has_slots=bool(state.running or state.ending))
 
     def poll(self) -> list[GenerateOutput]:
         """Called often: look what other servers have sent, and what has come from tiers. The outputs of the requests

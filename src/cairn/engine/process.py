@@ -9,9 +9,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from cairn.engine.child_process import FINAL_FRAME_SECONDS, ChildProcess, describe_exit
 from cairn.engine.contract import EngineConfig, EngineInfo
@@ -38,7 +38,8 @@ _OUTBOX_BOUND = 1024
 class ProcessTransport:
     """A `Transport` to a core that `core` (`package.module:function`) makes in a child process.
 
-    Frames wait in a bounded outbox when the core does not read. `threads`: how many its number crunching may use.
+    Frames wait in a bounded outbox when the core does not read. `threads`: how many its number crunching may use. The
+    socket is read in the event loop's own turn: pyzmq's sockets for asyncio take two more to wake a task.
     """
 
     def __init__(self, config: EngineConfig, *, core: str = "cairn.engine.build:build_core", threads: int = 1) -> None:
@@ -47,9 +48,10 @@ class ProcessTransport:
         self._threads = threads
         self._folder: Path | None = None
         self._child: ChildProcess | None = None
-        self._context: zmq.asyncio.Context | None = None
+        self._context: zmq.Context[Any] | None = None
         self._outbox: deque[bytes] = deque()
-        self._news = asyncio.Event()
+        self._first: asyncio.Future[bytes] | None = None
+        self._receive: Callable[[FromCore], None] | None = None
         self._incoming = frames_from_core()
         self._outgoing = frames_to_core()
         self._tasks: list[asyncio.Task[None]] = []
@@ -62,7 +64,7 @@ class ProcessTransport:
 
     async def start(self, receive: Callable[[FromCore], None], fail: Callable[[str], None]) -> EngineInfo:
         config = encode_config(self._config)
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="cairn-"))
         except OSError as error:
@@ -75,12 +77,12 @@ class ProcessTransport:
             context=self._context,
             environ={**os.environ, **thread_variables(self._threads, os.environ)},
         )
-        socket, ended = self._child.socket, _wait_exit(self._child)
+        loop, ended = asyncio.get_running_loop(), _wait_exit(self._child)
+        self._receive, self._fail, self._first = receive, fail, loop.create_future()
+        loop.add_reader(self._child.socket.getsockopt(zmq.FD), self._exchange)
         self._post(config)
-        self._tasks.append(asyncio.create_task(self._write(socket)))
-        info = await self._receive_ready(socket, ended)
+        info = await self._receive_ready(self._first, ended)
         self._tasks.append(asyncio.create_task(self._report_exit(ended, fail)))
-        self._tasks.append(asyncio.create_task(self._read(socket, receive, fail)))
         return info
 
     def send(self, message: ToCore) -> None:
@@ -101,6 +103,7 @@ class ProcessTransport:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
         if child is not None:
+            self._stop_reading(child)
             child.request_exit(kill=True)
             await asyncio.to_thread(child.process.wait)
             child.close()
@@ -111,20 +114,41 @@ class ProcessTransport:
 
     def _post(self, frame: bytes) -> None:
         self._outbox.append(frame)
-        self._news.set()
+        if self._flush() & zmq.POLLIN:
+            asyncio.get_running_loop().call_soon(self._exchange)
 
-    async def _write(self, socket: zmq.asyncio.Socket) -> None:
-        """Send what is posted, until cancelled."""
-        while True:
-            await self._news.wait()
-            while self._outbox:
-                await socket.send(self._outbox[0])
-                self._outbox.popleft()
-            self._news.clear()
+    def _flush(self) -> int:
+        """Send what is posted as far as the core takes it. Returns what the socket can do now."""
+        assert self._child is not None
+        socket = self._child.socket
+        while (events := int(socket.getsockopt(zmq.EVENTS))) & zmq.POLLOUT and self._outbox:
+            socket.send(self._outbox.popleft(), zmq.NOBLOCK)
+        return events
 
-    async def _receive_ready(self, socket: zmq.asyncio.Socket, ended: "asyncio.Future[int]") -> EngineInfo:
+    def _exchange(self) -> None:
+        """Pass on a frame of the core, if there is one. The descriptor of a ZMQ socket tells of changes alone: it has
+        to be asked until nothing is left."""
+        child = self._child
+        if child is None or self._receive is None or not self._flush() & zmq.POLLIN:
+            return
+        frame: bytes = child.socket.recv(zmq.NOBLOCK)
+        asyncio.get_running_loop().call_soon(self._exchange)
+        if self._first is not None and not self._first.done():
+            self._first.set_result(frame)
+            return
+        try:
+            self._receive(self._incoming.decode(frame))
+        except EngineDead as error:  # nothing sensible can come after it
+            self._stop_reading(child)
+            self._fail(str(error))
+
+    def _stop_reading(self, child: ChildProcess) -> None:
+        if self._receive is not None:
+            asyncio.get_running_loop().remove_reader(child.socket.getsockopt(zmq.FD))
+            self._receive = None
+
+    async def _receive_ready(self, reading: "asyncio.Future[bytes]", ended: "asyncio.Future[int]") -> EngineInfo:
         """The core's first message. Raises ConfigError or ModelError when it refuses, EngineDead when it just ends."""
-        reading: asyncio.Future[bytes] = asyncio.ensure_future(socket.recv())
         waiting: set[asyncio.Future[object]] = {reading, ended}  # type: ignore[arg-type]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -151,16 +175,6 @@ class ProcessTransport:
         await asyncio.sleep(FINAL_FRAME_SECONDS)
         if not self._is_closing:
             fail(f"the engine core has ended: {describe_exit(code)}")
-
-    async def _read(
-        self, socket: zmq.asyncio.Socket, receive: Callable[[FromCore], None], fail: Callable[[str], None]
-    ) -> None:
-        """Pass on the core's messages, until one cannot be read."""
-        try:
-            while True:
-                receive(self._incoming.decode(await socket.recv()))
-        except EngineDead as error:
-            fail(str(error))
 
 
 def _wait_exit(child: ChildProcess) -> "asyncio.Future[int]":

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from cairn.engine.contract import (
     RANGES,
     GenerateRequest,
     RepetitionDetection,
+    StopConditions,
     check_token_ids,
 )
 from cairn.engine.grammars.constraint import GrammarConstraint
@@ -25,7 +27,7 @@ from cairn.errors import InvalidRequest
 from cairn.scheduler.request import Spec
 from cairn.step import Image
 from cairn.transfer.contract import TransferRole
-from cairn.types import Keys, RequestId
+from cairn.types import Keys, RequestId, SamplingParams
 
 _INT64 = 1 << 63
 _MAX_COUNT = (1 << 31) - 1
@@ -75,28 +77,31 @@ def check_request(request: GenerateRequest) -> None:
         )
     if any(not 0 <= boundary.retain_seconds <= MAX_RETAIN_SECONDS for boundary in request.boundaries):
         raise InvalidRequest(f"boundaries can be held for at most {MAX_RETAIN_SECONDS} seconds", "boundaries")
-    for name, allowed in RANGES.items():
-        for where, value in _values(request, name):
-            if value not in allowed:
+    for (name, allowed), value in zip(RANGES.items(), _READ_FIELDS(request), strict=True):
+        if value is None:
+            continue
+        if name.endswith(".*"):
+            entries = [(f"{name[:-1]}{key}", entry) for key, entry in dict(value).items()]
+        elif name.endswith("[]"):
+            entries = [(f"{name[:-1]}{i}]", entry) for i, entry in enumerate(value)]
+        else:
+            entries = [(name, value)]
+        for where, entry in entries:
+            number = len(entry) if allowed.lengths else entry
+            if number not in allowed:
                 param = where if name.endswith("]") else name.removesuffix(".*")
-                raise InvalidRequest(f"{where} must be {allowed}, not {value}", param)
+                raise InvalidRequest(f"{where} must be {allowed}, not {number}", param)
     _check_together(request)
 
 
-def _values(request: GenerateRequest, name: str) -> Iterable[tuple[str, float]]:
-    """What one of the `RANGES` speaks of, each after its place: numbers, or how long something is."""
+def _path_of(name: str) -> str:
+    """Where a request has what one of the `RANGES` speaks of."""
     field = name.removesuffix("[]").removesuffix(".*")
-    holder = next(part for part in (request, request.sampling, request.stop_conditions) if hasattr(part, field))
-    value = getattr(holder, field)
-    if value is None:
-        return ()
-    if name != field:
-        named = dict(value).items() if name.endswith(".*") else enumerate(value)
-        mark = "{}.{}" if name.endswith(".*") else "{}[{}]"
-        return [
-            (mark.format(field, key), entry if isinstance(entry, int | float) else len(entry)) for key, entry in named
-        ]
-    return [(field, value if isinstance(value, int | float) else len(value))]
+    parts = {"": GenerateRequest, "sampling.": SamplingParams, "stop_conditions.": StopConditions}
+    return next(part for part, kind in parts.items() if hasattr(kind, field)) + field
+
+
+_READ_FIELDS = attrgetter(*map(_path_of, RANGES))
 
 
 def _check_together(request: GenerateRequest) -> None:
@@ -231,7 +236,8 @@ class SpecBuilder:
         """The prompt's key tokens and images. Raises InvalidRequest for a token that the model does not have."""
         keys = key_tokens(request)
         check_token_ids(keys, self._vocab_size, "prompt")
-        check_token_ids(predicted_tokens(request), self._vocab_size, "prediction")
+        if request.prediction:
+            check_token_ids(predicted_tokens(request), self._vocab_size, "prediction")
         named: Iterable[tuple[str, Iterable[int]]] = (
             ("stop_token_ids", request.stop_conditions.stop_token_ids),
             ("logit_bias", (token for token, _ in request.sampling.logit_bias)),
@@ -239,8 +245,9 @@ class SpecBuilder:
             ("logprob_token_ids", request.sampling.logprob_token_ids),
             ("bad_words", chain.from_iterable(request.sampling.bad_words)),
         )
-        for name, tokens in named:
-            check_token_ids(np.array([*tokens], np.int64), self._vocab_size, name)
+        for name, iterable in named:
+            if tokens := [*iterable]:
+                check_token_ids(np.array(tokens, np.int64), self._vocab_size, name)
         if not request.images:
             return keys, ()
         if self._image_keys is None:

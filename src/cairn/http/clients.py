@@ -1,9 +1,11 @@
 """The client of a request, for limits per client; and work that is cancelled when its client disconnects."""
 
 import asyncio
+import contextlib
 import hashlib
 import ipaddress
 from collections.abc import Coroutine
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope
@@ -38,11 +40,14 @@ def get_client_address(scope: Scope) -> str:
     """The IP address that a request came from, behind trusted proxies; empty if it is none: on a Unix socket, or if a
     trusted proxy said something else."""
     client = scope.get("client")
-    if not client:
-        return ""
+    return _plain_address(str(client[0])) if client else ""
+
+
+@lru_cache(maxsize=1024)
+def _plain_address(text: str) -> str:
     try:
         # An IPv6 address may have its interface after it, of any length.
-        address = ipaddress.ip_address(str(client[0]).partition("%")[0])
+        address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return ""
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
@@ -52,21 +57,30 @@ def get_client_address(scope: Scope) -> str:
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The work's result. Raises ClientDisconnected, after cancelling the work, if the client disconnects first.
 
-    The request's body must have been read.
+    The request's body must have been read. The work is this task's; what never waits is not watched.
     """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnected
-    finally:
+    working, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert working is not None
+    num_cancels, has_left, watching = working.cancelling(), False, list[asyncio.Task[None]]()
+
+    async def watch() -> None:
+        nonlocal has_left
+        with contextlib.suppress(Exception):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        has_left = True
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
 
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    starting = loop.call_soon(lambda: watching.append(loop.create_task(watch())))
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if has_left and working.cancelling() == num_cancels + 1:
+            raise ClientDisconnected from None
+        raise
+    finally:
+        starting.cancel()
+        for task in watching:
+            task.cancel()
+        if has_left:
+            working.uncancel()

@@ -64,15 +64,18 @@ class CheckpointPages:
         entry_bytes = [part.stride(0) * part.itemsize for part in self._live]
         whole, states = live_spans(spec, live, encoding)
         self._whole = kernels.pack_state_spans(whole, entry_bytes, pool, states)
-        self._live_hidden = kernels.pack_state_spans([StateSpan(0, 0, 0, hidden)], entry_bytes[:1], pool)
+        self.has_hidden_apart = hidden <= pool.shape[1]
+        """Whether all of a hidden state lies in a checkpoint's first page."""
+        self._first_pages = pool[:, :hidden].view(spec.dtype) if self.has_hidden_apart else None
 
     def restore(self, state_pages: Tensor, slots: Tensor) -> None:
         """From state pages to slots, which are all different."""
         self._kernels.load_states(self._pool, state_pages, self._live, slots, self._whole)
 
     def restore_hidden(self, state_pages: Tensor, slots: Tensor) -> None:
-        """As `restore`, of the hidden states alone."""
-        self._kernels.load_states(self._pool, state_pages, self._live[:1], slots, self._live_hidden)
+        """As `restore`, of the hidden states alone, where they `has_hidden_apart`."""
+        assert self._first_pages is not None
+        self._live[0].index_copy_(0, slots, self._first_pages.index_select(0, state_pages[:, 0]))
 
     def save(self, state_pages: Tensor, slots: Tensor) -> None:
         """From slots to state pages."""

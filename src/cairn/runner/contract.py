@@ -52,9 +52,9 @@ class StepRunner(Protocol):
         """Wait for the oldest launched step; returns its tokens. All that it writes is written then, but for what
         `settle` does."""
 
-    def settle(self) -> None:
-        """Do what the last step has left for when its tokens have been told. To be called before anything but a launch
-        writes to pages, which does it itself."""
+    def settle(self, *, has_slots: bool = True) -> None:
+        """Do what the last step has left for when its tokens have been told; forget it if nobody `has_slots` any more.
+        To be called before anything but a launch writes to pages, which does it itself."""
         return
 
     def close(self) -> None:

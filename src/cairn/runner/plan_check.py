@@ -260,8 +260,8 @@ class CheckedRunner(StepRunner):
         self.forward_passes, self.steps = self._runner.forward_passes, self._runner.steps
         return result
 
-    def settle(self) -> None:
-        self._runner.settle()
+    def settle(self, *, has_slots: bool = True) -> None:
+        self._runner.settle(has_slots=has_slots)
 
     def close(self) -> None:
         self._runner.close()

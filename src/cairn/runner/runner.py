@@ -133,7 +133,8 @@ class Runner(StepRunner):
         self._population: PoolPopulation | None = None
         self._launched: deque[LaunchedStep] = deque()
         self._late_restores: tuple[Tensor, Tensor] | None = None
-        self._restores_late = model.spec.device.type == "cpu" and model.communicator.size == 1
+        is_alone = model.spec.device.type == "cpu" and model.communicator.size == 1
+        self._restores_late = is_alone and self._checkpoint_pages.has_hidden_apart
         self._inference_mode = torch.inference_mode()
         self._buffers: list[StepBuffers] = []
         no_pages = torch.zeros(0, layout.pages_per_checkpoint, dtype=torch.int64, device=model.spec.device)
@@ -270,9 +271,11 @@ class Runner(StepRunner):
         self.steps += 1
         return result
 
-    def settle(self) -> None:
+    def settle(self, *, has_slots: bool = True) -> None:
         """See `StepRunner`: a full hit is answered before all of its state is in its slot."""
-        if self._late_restores is not None:
+        if not has_slots:
+            self._late_restores = None
+        elif self._late_restores is not None:
             with self._inference_mode:
                 self._restore_late()
 

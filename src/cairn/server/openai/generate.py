@@ -205,9 +205,12 @@ class Generation:
                     is_refused = isinstance(failure, QueueFull) and not has_begun
                     raise failure
                 has_begun = True
-                meters[self.writer.choice_of(prompt, output).index].record(output, self.clock.now())
                 num_open -= output.finish_reason is not None
-                yield prompt, _drop_tokens(output) if body.max_tokens == 0 else output
+                now = self.clock.now()
+                try:
+                    yield prompt, _drop_tokens(output) if body.max_tokens == 0 else output
+                finally:  # the client does not wait for it
+                    meters[self.writer.choice_of(prompt, output).index].record(output, now)
         except CairnError:
             outcome = "error"
             raise

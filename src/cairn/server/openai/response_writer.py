@@ -183,7 +183,8 @@ class ResponseWriter(ABC):
             chunk["system_fingerprint"] = self.system_fingerprint
             if self.is_complete:
                 chunk["cairn"] = self.cache_use()
-        if choice.frame is None and not self.body.return_token_ids and not self._counts_usage:
+        is_plain = not self.body.return_token_ids and not self._counts_usage
+        if choice.frame is None and output.finish_reason is None and is_plain:
             framed = self._envelope(self.chunk_object, [self._write_text(choice, _MARK)])
             before, _, after = self._chunk_event(framed).partition(_MARK_JSON)
             choice.frame = before, after
