@@ -159,6 +159,7 @@ class ProcessTransport:
         try:
             while True:
                 receive(self._incoming.decode(await socket.recv()))
+                await asyncio.sleep(0)  # what comes of it goes out before another one that is there already
         except EngineDead as error:
             fail(str(error))
 
