@@ -259,9 +259,13 @@ def test_pieces_of_a_chunked_response_can_be_written_without_a_task():
         await asyncio.sleep(1)
         assert found[2:] == [None, connection]
         sent = wire.written
-        connection.write(b"ab")
-        assert wire.written == sent + b"2\r\nab\r\n" and sent.endswith(b"2\r\nab\r\n")
+        for piece in (b"ab", b"c"):
+            connection.write(piece)
+        assert wire.written == sent, "all that one turn of the event loop writes goes behind it"
+        await asyncio.sleep(0)
+        assert wire.written == sent + b"2\r\nab\r\n1\r\nc\r\n" and sent.endswith(b"2\r\nab\r\n")
         assert connection.can_write
+        connection.write(b"d")
         connection.pause_writing()
         assert not connection.can_write
         connection.resume_writing()
@@ -272,8 +276,9 @@ def test_pieces_of_a_chunked_response_can_be_written_without_a_task():
         assert lost.can_write
         lost.connection_lost(None)
         assert not lost.can_write and lost not in lost.scope.values()
+        connection.write(b"e")
         connection.close()
-        assert not connection.can_write
+        assert not connection.can_write and wire.written.endswith(b"1\r\nd\r\n1\r\ne\r\n")
 
     run(play())
 

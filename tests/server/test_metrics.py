@@ -6,12 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from cairn.engine.contract import EngineConfig, EngineStats, ImageStats, PoolStats, SpecDecodeStats
+from cairn.engine.contract import EngineConfig, EngineStats, GenerateOutput, ImageStats, PoolStats, SpecDecodeStats
 from cairn.server.load_report import format_load_report
-from cairn.server.metrics import Metrics
+from cairn.server.metrics import _TOKEN_BUCKETS, Metrics, RequestMeter
 from doubles.echo_core import BYTES_PER_TOKEN, build_echo_core
+from doubles.engine_requests import generate_request
 from source_scan import ROOT
 
 VLLM = json.loads((ROOT / "tests" / "data" / "vllm_metrics.json").read_text())
@@ -180,3 +182,25 @@ def test_a_load_report_tells_pages_and_the_queue():
     assert format_load_report(stats, "Json") == (
         'JSON {"named_metrics": {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3.0}}'
     )
+
+
+def test_intervals_between_tokens_are_counted_as_a_histogram_counts_them():
+    """A value on a bucket's bound belongs to it; several tokens of one output came after the same time each."""
+    metrics = Metrics(build_echo_core(EngineConfig(model="echo")).info, "m")
+    histogram = Histogram("expected", "", buckets=_TOKEN_BUCKETS, registry=None)
+    meter = RequestMeter(metrics, 0.0, generate_request(request_id="r", prompt=b""), 0, [], 256)
+    now = 7.0
+    meter.record(GenerateOutput(request_id="r", token_ids=[1]), now)
+    for seconds, num_tokens in ((0.0, 1), (0.25, 1), (0.5, 1), (0.5, 2), (0.375, 1), (80.0, 1), (81.0, 1)):
+        now += seconds
+        meter.record(GenerateOutput(request_id="r", token_ids=[1] * num_tokens), now)
+        histogram.observe(seconds / num_tokens)
+    families = text_string_to_metric_families(metrics.exposition(EngineStats()).decode())
+    (family,) = (family for family in families if family.name == "vllm:inter_token_latency_seconds")
+    (expected,) = histogram.collect()
+    told, counted = (
+        {(sample.name.rpartition("_")[2], sample.labels.get("le")): sample.value for sample in each.samples}
+        for each in (family, expected)
+    )
+    del counted["created", None]
+    assert told == pytest.approx(counted)

@@ -111,23 +111,14 @@ class OutputQueue:
 
 
 class _OpenRequest(Detokenizer):
-    """Request number `number` of those that share a queue. One object: what a token has to look at is in no near cache
+    """Request `number` of those that share a queue. One object: what a token has to look at is in no near cache
     when it comes, and takes most of its time."""
 
-    __slots__ = ("_number", "queue")
+    __slots__ = ("number", "queue")
 
     def __init__(self, queue: OutputQueue, number: int, tokenizer: TextTokenizer, request: GenerateRequest) -> None:
         super().__init__(tokenizer, request)
-        self.queue, self._number = queue, number
-
-    def put(self, output: GenerateOutput) -> None:
-        try:
-            self.add_text(output)
-            take = self.queue.take
-            if take is None or not take(self._number, output):
-                self.queue.put(output)
-        except Exception as error:  # what is wrong with one answer is its reader's, not the core's
-            self.queue.fail(error)
+        self.queue, self.number = queue, number
 
 
 class Transport(Protocol):
@@ -294,7 +285,13 @@ class CoreClient:
             case Outputs(outputs):
                 for output in outputs:
                     if request := self._open.get(output.request_id):
-                        request.put(output)
+                        try:
+                            request.add_text(output)
+                            take = request.queue.take
+                            if take is None or not take(request.number, output):
+                                request.queue.put(output)
+                        except Exception as error:  # what is wrong with one answer is its reader's, not the core's
+                            request.queue.fail(error)
             case Refusal(request_id):
                 if request := self._open.get(request_id):
                     request.queue.fail(message.error())

@@ -14,19 +14,17 @@ class Detokenizer:
     def __init__(self, tokenizer: TextTokenizer, request: GenerateRequest) -> None:
         self._tokenizer = tokenizer
         self._request = request
-        self._streams: dict[int, TextStream] = {}
+        self._streams: list[TextStream | None] = [None] * request.num_answers
 
     def add_text(self, output: GenerateOutput) -> None:
         """Gives `output`, the next one of its answer, the text that its tokens complete."""
-        stream = self._streams.get(output.index)
+        stream = self._streams[output.index]
         if stream is None:
             if self._request.has_stop_strings:
                 return
             stream = self._streams[output.index] = self._tokenizer.stream(self._request.skip_special_tokens)
-        text = ""
-        for token in output.token_ids:
-            text += stream.push(token)
+        tokens = output.token_ids
+        output.text = stream.push(tokens[0]) if len(tokens) == 1 else "".join(map(stream.push, tokens))
         if output.finish_reason is not None:
-            text += stream.finish()
-            del self._streams[output.index]
-        output.text = text
+            output.text += stream.finish()
+            self._streams[output.index] = None

@@ -132,15 +132,17 @@ class ProcessTransport:
         if child is None or self._receive is None or not self._flush() & zmq.POLLIN:
             return
         frame: bytes = child.socket.recv(zmq.NOBLOCK)
-        asyncio.get_running_loop().call_soon(self._exchange)
-        if self._first is not None and not self._first.done():
-            self._first.set_result(frame)
-            return
         try:
-            self._receive(self._incoming.decode(frame))
+            if self._first is not None and not self._first.done():
+                self._first.set_result(frame)
+            else:
+                self._receive(self._incoming.decode(frame))
         except EngineDead as error:  # nothing sensible can come after it
             self._stop_reading(child)
             self._fail(str(error))
+        finally:
+            # behind what comes of it, which goes out before another one that is there already
+            asyncio.get_running_loop().call_soon(self._exchange)
 
     def _stop_reading(self, child: ChildProcess) -> None:
         if self._receive is not None:

@@ -33,14 +33,26 @@ def get_connection(scope: Scope) -> "Connection | None":
     return connection if connection is not None and connection.conn.is_chunked else None
 
 
+class PendingWrites(list[tuple[asyncio.Transport, bytes]]):
+    """What connections are given to write in one turn of the event loop, sent behind all that makes it: one send after
+    another finds more in near caches, and wakes fewer clients."""
+
+    def send(self) -> None:
+        pieces = self[:]
+        self.clear()
+        for transport, data in pieces:
+            transport.write(data)
+
+
 class ConnectionLimit:
     """At most so many connections at once. One more closes the one that has been idle for the longest, so that idle
-    connections keep nobody out, or itself if none is idle."""
+    connections keep nobody out, or itself if none is idle. `pending`: what all of them have to write."""
 
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
         self._num_open = 0
         self._idle: dict[Connection, None] = {}
+        self.pending = PendingWrites()
 
     def add(self, connection: "Connection") -> None:
         self._num_open += 1
@@ -106,7 +118,7 @@ class Connection(H11Protocol):
     more than asyncio keeps unasked.
     """
 
-    __slots__ = ("can_write", "transport")  # what `write` needs, out of a crowded dictionary
+    __slots__ = ("_pending", "can_write", "transport")  # what `write` needs, out of a crowded dictionary
 
     def __init__(self, *args: Any, deadlines: ConnectionDeadlines, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -114,6 +126,7 @@ class Connection(H11Protocol):
         self.conn: _Http11 = _Http11(self._hold_head)
         self._deadlines = deadlines
         self._limit = limit
+        self._pending = limit.pending
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._has_received = False
         self.can_write = False
@@ -188,8 +201,11 @@ class Connection(H11Protocol):
     # -- a response ---------------------------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        """A piece of the body, if `can_write`: what ASGI's `send` does, without a task that waits for it."""
-        self.transport.write(_chunk(data))
+        """A piece of the body, if `can_write`: what ASGI's `send` does in the next task, without one that waits."""
+        pending = self._pending
+        if not pending:
+            self.loop.call_soon(pending.send)
+        pending.append((self.transport, _chunk(data)))
 
     def _hold_head(self) -> None:
         self.can_write = False
@@ -225,6 +241,7 @@ class Connection(H11Protocol):
 
     def close(self) -> None:
         """What has been written still goes out, if the client reads it."""
+        self._pending.send()
         self._cancel_timer("head")
         self._send_head()
         self.can_write = False

@@ -37,7 +37,7 @@ __all__ = ["Progress", "Scheduler"]
 _NO_DRAFTS: Mapping[int, Keys] = MappingProxyType({})
 
 
-class Progress(msgspec.Struct, frozen=True):
+class Progress(msgspec.Struct, frozen=True, gc=False):
     """News of one request: the tokens that a step brought, with their `logprobs` where they were asked for, and how it
     ended, if it did."""
 

@@ -4,6 +4,7 @@ Engine counters are exported from one `EngineStats` per scrape; request times ar
 to this object, so two servers in one process do not mix.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -205,11 +206,13 @@ _GROUPS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str | None, 
 
 
 class _EngineCollector(Collector):
-    """The engine's own counters, as they were when `stats` was set."""
+    """The engine's own counters, as they were when `stats` was set, and the seconds between answers' tokens: as many as
+    there are tokens, and a Histogram takes two locks and looks through its buckets for each."""
 
     def __init__(self, info: EngineInfo, labels: Sequence[str]) -> None:
         self._info = info
         self._labels = labels
+        self._intervals, self._seconds = [0] * (len(_TOKEN_BUCKETS) + 1), 0.0
         self.stats = EngineStats()
 
     def collect(self) -> Iterator[Metric]:
@@ -232,11 +235,23 @@ class _EngineCollector(Collector):
         }
         text = "The cache's configuration; the value is always 1."
         yield self._family(GaugeMetricFamily, "vllm:cache_config_info", text, [*facts], {tuple(facts.values()): 1.0})
-        counts = accumulate(stats.steps.sizes or [0] * (len(STEP_SIZES) + 1))
-        bounds = [*(str(float(size)) for size in STEP_SIZES), "+Inf"]
-        histogram = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of one step.", labels=_LABELS)
-        histogram.add_metric(self._labels, list(zip(bounds, counts, strict=True)), stats.steps.num_tokens)
-        yield histogram
+        steps, counts = stats.steps, stats.steps.sizes or [0] * (len(STEP_SIZES) + 1)
+        yield self._histogram("iteration_tokens_total", "Tokens of one step.", STEP_SIZES, counts, steps.num_tokens)
+        name, text = "inter_token_latency_seconds", "Inter token latency seconds."
+        yield self._histogram(name, text, _TOKEN_BUCKETS, self._intervals, self._seconds)
+
+    def observe_interval(self, seconds: float) -> None:
+        self._intervals[bisect_left(_TOKEN_BUCKETS, seconds)] += 1
+        self._seconds += seconds
+
+    def _histogram(
+        self, name: str, text: str, bounds: Sequence[float], counts: Sequence[int], total: float
+    ) -> HistogramMetricFamily:
+        """`counts`: of values up to each of `bounds` and above the one before, and of those above all."""
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+        places = [*(str(float(bound)) for bound in bounds), "+Inf"]
+        family.add_metric(self._labels, list(zip(places, accumulate(counts), strict=True)), total)
+        return family
 
     def _family(
         self,
@@ -280,7 +295,7 @@ class Metrics:
         self._engine = _EngineCollector(info, self._labels)
         self._registry.register(self._engine)
         self.first_token = self._histogram("time_to_first_token_seconds", _FIRST_TOKEN_BUCKETS)
-        self.inter_token = self._histogram("inter_token_latency_seconds", _TOKEN_BUCKETS)
+        self.observe_interval = self._engine.observe_interval
         self.per_output_token = self._histogram("request_time_per_output_token_seconds", _TOKEN_BUCKETS)
         self.whole_request = self._histogram("e2e_request_latency_seconds", _REQUEST_BUCKETS)
         self.queue_time = self._histogram("request_queue_time_seconds", _REQUEST_BUCKETS)
@@ -349,7 +364,7 @@ class RequestMeter:
                 self._first = now
                 metrics.first_token.observe(now - self.arrival_time)
             else:
-                metrics.inter_token.observe((now - self._last) / len(output.token_ids))
+                metrics.observe_interval((now - self._last) / len(output.token_ids))
             self._last = now
             self._num_tokens += len(output.token_ids)
         if output.finish_reason is not None:

@@ -108,7 +108,7 @@ class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted_tokens: int
 
 
-class GenerateOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+class GenerateOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """News of answer `index` of a request. `text`, `token_ids` and `logprobs` are what has been added since the last
     output; `prompt_logprobs` come with the first one. An `error` ends all answers of its request.
     From the core, `text` is empty where no stop string can end the answer: the client makes it, and sets it
