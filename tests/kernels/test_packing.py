@@ -11,6 +11,7 @@ from torch import Tensor
 from cairn.kernels.cpu import packing as packing_module
 from cairn.kernels.cpu.packing import fill_panels, packing
 from cairn.kernels.cpu.tiles import PANEL
+from cairn.kernels.cpu.transposing import transpose_words
 
 DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.int32)
 
@@ -106,12 +107,12 @@ def test_what_fails_in_the_background_is_raised(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_small_rows_share_a_hand_over_and_the_caller_does_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[tuple[int, int]] = []
+def test_small_rows_share_a_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
     run_all = packing_module._run_all
 
     def noted(loops: Any) -> None:
-        runs.append((len(loops), threading.get_ident()))
+        runs.append(len(loops))
         run_all(loops)
 
     monkeypatch.setattr(packing_module, "_run_all", noted)
@@ -122,17 +123,64 @@ def test_small_rows_share_a_hand_over_and_the_caller_does_none_of_them(monkeypat
             panels = torch.empty(1, 8, PANEL, 2, dtype=torch.uint8)
             fill_panels([rows], panels)
             made.append((rows, panels))
-    assert [count for count, _ in runs] == [100]
-    assert runs[0][1] != threading.get_ident()
+    assert runs == [100]
     for rows, panels in made:
         assert torch.equal(panels, laid_out([rows], 2, 8))
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_what_gets_rows_ready_stays_on_its_thread_while_others_are_laid_out() -> None:
-    assert packing().cost(1000, 1 << 20) == 1000
+def test_the_caller_takes_what_no_thread_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only other thread is held up by the first rows until the caller has laid out all others."""
+    ran: list[int] = []
+    run_all, caller, others_done = packing_module._run_all, threading.get_ident(), threading.Event()
+
+    def noted(loops: Any) -> None:
+        ran.append(threading.get_ident())
+        if ran[-1] != caller:
+            assert others_done.wait(60)
+        run_all(loops)
+        if len(ran) == 5:
+            others_done.set()
+
+    monkeypatch.setattr(packing_module, "_run_all", noted)
+    drawn = [drawn_rows(1024, 1024, torch.bfloat16, number) for number in range(5)]
+    made = [torch.empty(32, 1024, PANEL, 2, dtype=torch.uint8) for _ in drawn]
     with packing().in_background():
-        assert packing().cost(1000, 1 << 20) == 0
-        # Worth all threads.
-        assert packing().cost(1000, 1 << 30) == 1000
-    assert packing().cost(1000, 1 << 20) == 1000
+        for rows, panels in zip(drawn, made, strict=True):
+            fill_panels([rows], panels)
+            while not ran:
+                threading.Event().wait(0.001)
+    assert ran.count(caller) == 4
+    for rows, panels in zip(drawn, made, strict=True):
+        assert torch.equal(panels, laid_out([rows], 2, 1024))
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("columns", [64, 5])
+def test_what_was_put_off_has_run_before_rows_are_laid_out(columns: int) -> None:
+    drawn = drawn_rows(8 * 40, columns, torch.int32)
+    joined: list[Tensor] = []
+    wanted = transpose_words(drawn)
+    panels = torch.full((-(-columns // PANEL), 8 * 40, PANEL, 4), 77, dtype=torch.uint8)
+    with packing().in_background():
+        put_off = packing().put_off(lambda: joined.append(transpose_words(drawn)))
+        assert len(put_off) == 1
+        joined[0].fill_(-1)
+        packing().together(put_off, lambda: fill_panels(joined, panels))
+    assert torch.equal(panels, laid_out([wanted], 4, 8 * 40))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_copies_are_there_at_the_end() -> None:
+    numbers = drawn_rows(1500, 700, torch.bfloat16)
+    with packing().in_background():
+        copy = packing().copy(numbers)
+    assert torch.equal(copy.view(torch.uint8), numbers.view(torch.uint8)) and copy.data_ptr() != numbers.data_ptr()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_loops_stay_on_their_thread_while_others_are_laid_out() -> None:
+    assert packing().cost(1000) == 1000
+    with packing().in_background():
+        assert packing().cost(1000) == 0
+    assert packing().cost(1000) == 1000

@@ -44,6 +44,10 @@ class Fp8Weight:
         """With its numbers and its scales put elsewhere, or their rows into another order."""
         return Fp8Weight(change(self.numbers), change(self.scales), self.dtype)
 
+    def __getitem__(self, rows: slice) -> "Fp8Weight":
+        """Some rows."""
+        return self.changed(lambda part: part[rows])
+
     def dequantize(self) -> Tensor:
         """The weight in `dtype`, rounded to it once."""
         if self.numbers.is_meta:

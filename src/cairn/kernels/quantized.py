@@ -34,7 +34,8 @@ class QuantizedWeight:
     `factors`: float32 [..., out, n], one for as many neighbouring groups each, that scales are multiplied with, or
     divided by where `divides`. `minimums`, `minimum_factors`: as scales and factors, never divided; None: 0.
     `order`: int32 or int64 [in], the input that each column of codes is multiplied with; None: its own.
-    `dtype`: of the model.
+    `dtype`: of the model. `put_off`: what writes numbers that are not there yet, to be called before anybody looks at
+    them.
     """
 
     codes: Tensor
@@ -50,6 +51,7 @@ class QuantizedWeight:
     minimum_factors: Tensor | None = None
     order: Tensor | None = None
     fifths: Tensor | None = None
+    put_off: tuple[Callable[[], None], ...] = ()
 
     @property
     def shape(self) -> torch.Size:
@@ -64,18 +66,23 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        parts = [*self.row_tensors().values(), *(() if self.order is None else (self.order,))]
+        parts = [*self._row_tensors().values(), *(() if self.order is None else (self.order,))]
         return sum(part.nbytes for part in parts)
 
     @property
     def kind(self) -> object:
         """Equal for weights whose rows can be put one after the other, or which can be stacked."""
-        tensors = ((name, part.dtype, part.shape[-1]) for name, part in self.row_tensors().items())
+        tensors = ((name, part.dtype, part.shape[-1]) for name, part in self._row_tensors().items())
         order = None if self.order is None else id(self.order)
         return self.bits, self.numbers, self.zero, self.divides, self.dtype, order, *tensors
 
     def row_tensors(self) -> dict[str, Tensor]:
         """Those that have a row for each output, by their fields' names."""
+        for each in self.put_off:
+            each()
+        return self._row_tensors()
+
+    def _row_tensors(self) -> dict[str, Tensor]:
         return {name: part for name in _PER_ROW if (part := getattr(self, name)) is not None}
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
@@ -84,12 +91,18 @@ class QuantizedWeight:
 
     def with_rows(self, tensors: Mapping[str, Any]) -> "QuantizedWeight":
         """With other tensors as `row_tensors`."""
-        return replace(self, **tensors)
+        return replace(self, **tensors, put_off=())
+
+    def viewed(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """As `changed`, by what looks at no number."""
+        parts: Mapping[str, Any] = {name: change(part) for name, part in self._row_tensors().items()}
+        return replace(self, **parts)
 
     def settled(self) -> "QuantizedWeight":
         """With codes in bytes from 0 on, and the numbers of each row one after the other: itself, if they are so."""
-        if self.codes.dtype == torch.uint8 and all(part.is_contiguous() for part in self.row_tensors().values()):
-            return self
+        parts = self.row_tensors()
+        if self.codes.dtype == torch.uint8 and all(part.is_contiguous() for part in parts.values()):
+            return replace(self, put_off=()) if self.put_off else self
         whole = self.changed(torch.Tensor.contiguous)
         if self.codes.dtype != torch.int8:
             return replace(whole, codes=whole.codes.view(torch.uint8))
@@ -105,7 +118,8 @@ class QuantizedWeight:
 
     def __getitem__(self, place: int | slice | Tensor) -> "QuantizedWeight":
         """An expert's, of a stack, or some rows."""
-        return self.changed(lambda part: as_bytes(part)[place].view(part.dtype))
+        take = self.changed if isinstance(place, Tensor) else self.viewed
+        return take(lambda part: as_bytes(part)[place].view(part.dtype))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in the model's dtype or another one, rounded to it once."""
@@ -133,10 +147,10 @@ class QuantizedWeight:
 
     def as_int4(self) -> Int4Weight:
         """The same numbers as a weight in four bits, if it `becomes_int4`."""
-        scales, minimums = self.float_scales(), self.float_minimums()
-        below = -scales * (self.zero if self.zeros is None else self.zeros.float())
+        weight = self.settled()
+        scales, minimums, stored = weight.float_scales(), weight.float_minimums(), weight.codes
+        below = -scales * (weight.zero if weight.zeros is None else weight.zeros.float())
         least = below if minimums is None else below + minimums
-        stored = self.settled().codes
         codes = torch.stack([stored & 15, stored >> 4], dim=-1).flatten(-2)
         return Int4Weight(codes, scales, least, self.dtype)
 

@@ -17,13 +17,16 @@ WeightRows = Tensor | StoredRows
 
 def runs_of(parts: Sequence[WeightRows]) -> list[list[WeightRows]]:
     """Neighbours of one kind, of whose rows one weight can be made."""
-    runs: list[list[WeightRows]] = []
+    if len(parts) == 1:
+        return [[*parts]]
+    runs: list[tuple[object, list[WeightRows]]] = []
     for part in parts:
-        if runs and kind_of(runs[-1][0]) == kind_of(part):
-            runs[-1].append(part)
+        kind = kind_of(part)
+        if runs and runs[-1][0] == kind:
+            runs[-1][1].append(part)
         else:
-            runs.append([part])
-    return runs
+            runs.append((kind, [part]))
+    return [run for _, run in runs]
 
 
 def join_rows(parts: Sequence[WeightRows]) -> tuple[WeightRows, ...]:

@@ -97,6 +97,7 @@ class _DecoderBuilder:
         self._mixers = MixerBuilder(
             spec, self._memory_spec, self._weights, self._kernels, self._communicator, execution.device
         )
+        self._build_mixer = self._mixers.build
 
     def build(self) -> Model:
         spec = self._spec
@@ -105,7 +106,8 @@ class _DecoderBuilder:
         layers = tuple(self._layer(norm, mixer) for norm, mixer in spec.layers)
         final_norm = self._of_scaled_sum(spec.final_norm, self._norm(spec.final_norm))
         output = embedding
-        if spec.output != spec.embedding:
+        # An embedding that is still being copied is not looked at.
+        if spec.output != spec.embedding or (isinstance(embedding, Tensor) and self._weights.lend_rows is not None):
             output = self._vocabulary(spec.vocabulary(spec.output, self._rank, self._size), stays=False)
         lm_head = self._weights.linear([output]).weight
         head = None if spec.head is None else self._head(spec.head)
@@ -182,7 +184,7 @@ class _DecoderBuilder:
 
     def _layer(self, name: str, mixer: MixerSpec) -> Layer:
         """The mixer with its norm `name`. Tensors are drawn in their order in the checkpoint."""
-        norm, built, after = self._norm(name), self._mixers.build(mixer), self._spec.norms_after.get(name)
+        norm, built, after = self._norm(name), self._build_mixer(mixer), self._spec.norms_after.get(name)
         if after is not None:
             return self._of_scaled_sum(name, SandwichNorm(norm, self._norm(after))), built
         if name not in self._spec.post_norms:

@@ -81,6 +81,8 @@ class MixerBuilder:
     ) -> None:
         self.rotaries: dict[RotarySpec | TemperatureSpec, int] = {}
         self._spec, self._weights, self._kernels, self._device = spec, weights, kernels, device
+        # Looked up once: each time a method that dispatches makes a function.
+        self._make = weights.make
         self._communicator, self._rank, self._size = communicator, communicator.rank, communicator.size
         self._recurrent_layers = count()
         # Layers of one attention group follow one another in the model's memory.
@@ -128,7 +130,7 @@ class MixerBuilder:
 
     def _draw(self, layer: MixerSpec) -> dict[str, Any]:
         """What the rank has of it, by the names that the layer gives it."""
-        return {key: self._weights.make(each) for key, each in layer.weights(self._rank, self._size).items()}
+        return {key: self._make(each) for key, each in layer.weights(self._rank, self._size).items()}
 
     @singledispatchmethod
     def build(self, layer: MixerSpec) -> Mixer:

@@ -13,11 +13,12 @@ from cairn.kernels.contract import Kernels, Weight
 from cairn.kernels.fp8 import Fp8Weight
 from cairn.kernels.int4 import quantize_int4
 from cairn.kernels.quantized import QuantizedWeight
-from cairn.kernels.weight_rows import WeightRows, dequantize_rows, join_rows, lies_across, stack_experts
+from cairn.kernels.weight_rows import WeightRows, dequantize_rows, join_rows, stack_experts
 from cairn.layers.linear import Linear
 from cairn.models.contract import StoredLoader, TensorLoader
 from cairn.models.decoder_config import MADE_AT_LOAD, ServedQuantization
 from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, JoinedTensors, ProductSpec, StoredTensor, WeightSpec
+from cairn.models.weights.compiled_loops import kept_copy
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,9 @@ class RankWeights:
         if self.quantization in MADE_AT_LOAD:
             plain: Tensor = self.tensor(weight)
             return plain
-        rows = self._read(weight).to(self.device) if stays else self._rows(weight)
+        rows = self._rows(weight)
+        if stays and self.lend_rows is not None:
+            rows = kept_copy(rows) if isinstance(rows, Tensor) else self._read(weight)
         return rows.dequantize() if isinstance(rows, Fp8Weight) else rows
 
     def _rows(self, weight: StoredTensor) -> WeightRows:
@@ -168,12 +171,9 @@ def _gates_last(parts: list[WeightRows], heads: int) -> list[WeightRows]:
     if not parts:
         return parts
 
-    def half_of(which: int) -> WeightRows:
-        def pick(part: Tensor) -> Tensor:
-            if lies_across(part):
-                return part.mT.reshape(part.shape[1], heads, 2, -1)[:, :, which].flatten(1).mT
-            return part.reshape(heads, 2, -1, *part.shape[1:])[:, which].flatten(0, 1)
+    size = parts[0].shape[0] // (2 * heads)
 
-        return pick(parts[0]) if isinstance(parts[0], Tensor) else parts[0].changed(pick)
+    def half_of(which: int) -> list[WeightRows]:
+        return [parts[0][begin : begin + size] for begin in range(which * size, parts[0].shape[0], 2 * size)]
 
-    return [half_of(0), *parts[1:], half_of(1)]
+    return [*half_of(0), *parts[1:], *half_of(1)]

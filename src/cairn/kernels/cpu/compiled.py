@@ -31,7 +31,7 @@ from numba.core.ccallback import CFunc
 from cairn.kernels.cpu.compile_cache import CompileCache, cache_folder, lock_path
 from cairn.kernels.cpu.features import features_text
 from cairn.kernels.cpu.inlined import InlinedFunction
-from cairn.kernels.cpu.recording import recording
+from cairn.kernels.cpu.recording import Loop, recording
 from cairn.kernels.cpu.threads import inline_limit, step_work, team
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -154,6 +154,10 @@ class Variant:
         record = recording()
         if record is not None:
             record.add_loop(self, packed)
+
+    def later(self, count: int, *arguments: float) -> Loop:
+        """What `__call__` does, on the one thread that will run it: see `LoopSequence`."""
+        return self, self._pack(self._team, 1, count, *arguments)
 
 
 class Kernel(dict[Hashable, Variant]):

@@ -8,10 +8,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.kernels.cpu.compiled import BF16, F32, INT, U8, Kernel, jit, kernel, record
-from cairn.kernels.cpu.packing import packing
+from cairn.kernels.cpu.packing import PackedLoop, packing
 from cairn.kernels.cpu.scalars import advance, load_word, store_word, widen_half
 from cairn.kernels.cpu.vectors import collect_bits, split_nibbles_16, split_nibbles_32
 
@@ -133,11 +134,10 @@ TAKEN_APART: Mapping[str, Kernel] = MappingProxyType(
 """By ggml's name."""
 
 
-def take_apart(type_name: str, address: int, row: int, blocks: int, size: int, fields: Mapping[str, Tensor]) -> None:
-    """Rows of so many blocks of one of `TAKEN_APART`, each of `size` bytes, at an address and `row` bytes from one to
-    the next, into the fields of a `QuantizedWeight` [rows, n], contiguous."""
+def take_apart(type_name: str, rows: NDArray[Any], size: int, fields: Mapping[str, Tensor]) -> None:
+    """uint8 rows, each contiguous, of blocks of one of `TAKEN_APART`, each of `size` bytes, into the fields of a
+    `QuantizedWeight` [rows, n], contiguous; now, or as `Packing.put_off` has it."""
     places = [fields[name].data_ptr() if name in fields else 0 for name in CodePlaces._fields]
-    rows = len(fields["codes"])
-    num_bytes = rows * blocks * size
-    cost = packing().cost(num_bytes // _BYTE_RATE, num_bytes)
-    TAKEN_APART[type_name]["blocks"](rows, cost, address, row, blocks, size, *places)
+    taken = rows.ctypes.data, rows.strides[0], rows.shape[1] // size, size, *places
+    loop = TAKEN_APART[type_name]["blocks"]
+    packing().get_ready(PackedLoop(loop, len(rows), rows.size // _BYTE_RATE, 0, taken, (rows, *fields.values())))

@@ -120,9 +120,17 @@ def pack_codes(parts: Sequence[QuantizedWeight]) -> PackedCodes | CodedRows:
     unit = 32 if HAS_AMX else whole
     words = -(-inputs // unit) * unit // in_word(form)
     step_work().add_weight(num_bytes, "codes panels")
+    put_off = dict.fromkeys(each for part in parts for each in part.put_off)
+    shape = torch.Size((*outer, outputs, inputs))
+    return packing().together(put_off, lambda: _lay_out(parts, form, shape, words))
+
+
+def _lay_out(parts: Sequence[QuantizedWeight], form: int, shape: torch.Size, words: int) -> PackedCodes:
+    """`words`: of a row."""
+    weight = parts[0]
     below_zero = weight.codes.dtype == torch.int8
     return PackedCodes(
-        shape=torch.Size((*outer, outputs, inputs)),
+        shape=shape,
         dtype=weight.dtype,
         matrices=_stack_panels([part.codes for part in parts], torch.int32, words, below_zero).unbind(),
         form=form,
@@ -165,7 +173,7 @@ def _has_nan(numbers: Tensor) -> bool:
     """Whether any of these bytes is one in FP8."""
     rows = numbers.reshape(-1, numbers.shape[-1]).contiguous()
     has_nan = torch.zeros(1, dtype=torch.uint8)
-    cost = packing().cost(rows.numel() // _LOOK_RATE, rows.numel())
+    cost = packing().cost(rows.numel() // _LOOK_RATE)
     _find_nan["bytes"](len(rows), cost, rows.data_ptr(), rows.shape[1], has_nan.data_ptr())
     return bool(has_nan)
 

@@ -7,22 +7,25 @@ While a model is loaded this is done in the background of the thread that finds 
 as the loops: rows are waited for, from a disk, where nobody else has to wait.
 """
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.cpu.compiled import BF16, I32, INT, U8, Variant, kernel
+from cairn.kernels.cpu.graphs import LoopSequence
 from cairn.kernels.cpu.scalars import advance
 from cairn.kernels.cpu.tiles import PANEL
 from cairn.kernels.cpu.vectors import LANES, transpose_16
+
+Result = TypeVar("Result")
 
 _COPY_RATE = 4
 """Bytes that one thread lays out in a nanosecond."""
@@ -30,9 +33,11 @@ _COPY_RATE = 4
 _PANELS_AT_A_TIME = 4
 """Of rows side by side: lines that are read are longer than those that are written."""
 
-_LEAST_IN_BACKGROUND, _LARGEST_IN_BACKGROUND = 1 << 19, 4 << 20
-"""Bytes of rows that are worth waking another thread, for which those of several matrices are collected, and beyond
-which all threads together are faster."""
+_COPIED_AT_A_TIME = 1 << 20
+"""Bytes."""
+
+_LEAST_IN_BACKGROUND = 1 << 20
+"""Bytes of rows that are worth waking another thread, for which those of several matrices are collected."""
 
 _MOST_WAITING = 4 << 20
 """Bytes of rows that wait: those that were put in order for this take memory until then."""
@@ -54,9 +59,11 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
         rows, (row, step) = part.shape[0], part.stride()
         is_across = row == 1 and itemsize == word and step >= rows > 1
         if row_bytes % word:
+            packing().look()
             part = F.pad(part, (0, (columns * word - row_bytes) // itemsize))
             row = part.stride(0)
         elif not is_across and (step != 1 or row * itemsize % word):
+            packing().look()
             part = part.contiguous()
             row = part.stride(0)
         if num_bytes := rows * row_bytes:
@@ -65,7 +72,8 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
             if is_across:
                 items = -(-items // _PANELS_AT_A_TIME)
             places = part.data_ptr(), step, first, rows, columns, flipped, address, lines
-            packing().run(loop[word], items, num_bytes, places, (part, panels))
+            cost = num_bytes // _COPY_RATE
+            packing().run(PackedLoop(loop[word], items, cost, num_bytes, places, (part, panels)))
         first += rows
     if columns < lines:
         panels[:, columns:] = 0
@@ -73,77 +81,142 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
         panels[first // PANEL, :, first % PANEL :] = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLoop:
+    """`items` of a loop over so many bytes, with what it takes. `kept`: what is at these places."""
+
+    loop: Variant
+    items: int
+    cost: int
+    num_bytes: int
+    places: tuple[int, ...]
+    kept: tuple[object, ...]
+
+    def __call__(self) -> None:
+        self.loop(self.items, packing().cost(self.cost), *self.places)
+
+
+_Batch = tuple[Future[None], list[PackedLoop], int]
+"""Loops that one thread runs, and their bytes."""
+
+
 class Packing:
     """Loops that lay rows out, at once or on threads in the background."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._collected: list[tuple[Callable[[], None], tuple[Tensor, ...]]] = []
-        self._begun: deque[tuple[Future[None], int]] = deque()
+        self._put_off: list[Callable[[], None]] | None = None
+        self._collected: list[PackedLoop] = []
+        self._batches: list[_Batch] = []
         self._num_collected = self._num_bytes = 0
+        self._are_together = False
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
         """Inside, rows that were given are laid out on other threads, and nobody may look at panels; at the end all
-        are. Each of them has one of the threads, of which there is one less than torch has: with a single one all
-        is done at once."""
+        are. Each of them has one of the threads, of which there is one less than torch has, as the caller is one too
+        where it would wait: with a single one all is done at once."""
         threads = torch.get_num_threads() - 1
         if threads < 1 or self._pool is not None:
             yield
-            self._finish()
             return
         self._pool = ThreadPoolExecutor(threads, "cairn-packing")
         try:
             yield
-            self._finish()
+            self._submit()
+            self._wait_for(0)
         finally:
             self._pool.shutdown(cancel_futures=True)
-            self._begun.clear()
-            self._collected, self._num_collected = [], 0
-            self._pool, self._num_bytes = None, 0
+            self._batches, self._collected = [], []
+            self._pool, self._num_collected, self._num_bytes, self._are_together = None, 0, 0, False
 
-    def run(self, loop: Variant, items: int, num_bytes: int, places: tuple[int, ...], kept: tuple[Tensor, ...]) -> None:
-        """`items` of a loop over so many bytes. `kept`: what is at the places."""
-        if self._pool is None or num_bytes > _LARGEST_IN_BACKGROUND:
-            loop(items, num_bytes // _COPY_RATE, *places)
+    def put_off(self, read: Callable[[], object]) -> tuple[Callable[[], None], ...]:
+        """The loops that would get rows ready in `read`, where others are laid out in the background: nobody may look
+        at the rows before they have run. Elsewhere they do at once."""
+        self._put_off = None if self._pool is None else []
+        try:
+            read()
+            return tuple(self._put_off or ())
+        finally:
+            self._put_off = None
+
+    def get_ready(self, loop: PackedLoop) -> None:
+        """At once, or later: see `put_off`."""
+        if self._put_off is None:
+            loop()
+        else:
+            self._put_off.append(loop)
+
+    def copy(self, source: Tensor) -> Tensor:
+        """Contiguous numbers, in memory of their own, where they are at the end of `in_background`."""
+        out = torch.empty_like(source)
+        places = source.data_ptr(), out.data_ptr(), _COPIED_AT_A_TIME, source.nbytes
+        items, cost = -(-source.nbytes // _COPIED_AT_A_TIME), source.nbytes // _COPY_RATE
+        self.run(PackedLoop(_copy["bytes"], items, cost, source.nbytes, places, (source, out)))
+        return out
+
+    def together(self, put_off: Collection[Callable[[], None]], lay_out: Callable[[], Result]) -> Result:
+        """`lay_out`, whose loops take what these have made, and stay on one thread with them."""
+        self._are_together = bool(put_off) and self._pool is not None
+        for each in put_off:
+            self.run(each) if self._are_together and isinstance(each, PackedLoop) else each()
+        try:
+            return lay_out()
+        finally:
+            self._are_together = False
+            self._submit(_LEAST_IN_BACKGROUND)
+
+    def run(self, loop: PackedLoop) -> None:
+        """Now or in the background."""
+        if self._pool is None:
+            loop()
             return
-        # Without a cost the loop stays on its thread.
-        self._collected.append((partial(loop, items, 0, *places), kept))
-        self._num_collected += num_bytes
-        if self._num_collected >= _LEAST_IN_BACKGROUND:
-            self._submit(self._pool)
+        self._collected.append(loop)
+        self._num_collected += loop.num_bytes
+        if not self._are_together:
+            self._submit(_LEAST_IN_BACKGROUND)
 
-    def _submit(self, pool: ThreadPoolExecutor) -> None:
-        self._wait_for(_MOST_WAITING)
-        begun = pool.submit(_run_all, self._collected)
-        self._begun.append((begun, self._num_collected))
-        self._num_bytes += self._num_collected
-        self._collected, self._num_collected = [], 0
+    def look(self) -> None:
+        """What loops that are together make is wanted now."""
+        if self._are_together:
+            self._submit()
+            self._wait_for(0)
 
-    def _finish(self) -> None:
-        """Until all is laid out."""
-        if self._pool is not None and self._collected:
-            self._submit(self._pool)
-        self._wait_for(0)
+    def _submit(self, least: int = 0) -> None:
+        """If loops over so many bytes were collected."""
+        if self._pool is not None and self._collected and self._num_collected >= least:
+            self._wait_for(_MOST_WAITING)
+            self._batches.append((self._pool.submit(_run_all, self._collected), self._collected, self._num_collected))
+            self._num_bytes += self._num_collected
+            self._collected, self._num_collected = [], 0
 
-    def cost(self, nanoseconds: int, num_bytes: int) -> int:
-        """What a loop that gets so many bytes of rows ready is to be said to take: while others are laid out in the
-        background it stays on its thread, which is done before the team is awake, whose cores are not idle."""
-        return nanoseconds if self._pool is None or num_bytes > _LARGEST_IN_BACKGROUND else 0
+    def cost(self, nanoseconds: int) -> int:
+        """What a loop is to be said to take: while others are in the background it stays on its thread, which is done
+        before the team is awake, whose cores are not idle."""
+        return nanoseconds if self._pool is None else 0
 
     def _wait_for(self, most: int) -> None:
-        """Until there are no more bytes than that."""
-        while self._begun and (self._num_bytes > most or self._begun[0][0].done()):
-            begun, num_bytes = self._begun.popleft()
-            begun.result()
+        """Until there are no more bytes than that: meanwhile the caller takes what no thread has begun."""
+        while self._batches and (self._num_bytes > most or self._batches[0][0].done()):
+            number = 0
+            if not self._batches[0][0].done():
+                number = next((n for n, (begun, *_) in enumerate(self._batches) if begun.cancel()), 0)
+            begun, loops, num_bytes = self._batches.pop(number)
+            _run_all(loops) if begun.cancelled() else begun.result()
             self._num_bytes -= num_bytes
 
 
-def _run_all(loops: list[tuple[Callable[[], None], tuple[Tensor, ...]]]) -> None:
-    """One after the other. What each works with is there until its end."""
-    for number, (loop, _) in enumerate(loops):
-        loop()
-        loops[number] = loop, ()
+@kernel({"bytes": (U8, U8, INT, INT)})
+def _copy(begin: int, end: int, source: Any, target: Any, size: int, num_bytes: int) -> None:
+    """Items are `size` bytes, but for the last one."""
+    for j in range(begin * size, min(end * size, num_bytes)):
+        target[j] = source[j]
+
+
+def _run_all(loops: list[PackedLoop]) -> None:
+    """One after the other. What they work with is there until the end."""
+    LoopSequence([each.loop.later(each.items, *each.places) for each in loops])()
+    loops.clear()
 
 
 @cache

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.kernels.cpu.compiled import I32, I64, INT, U8, kernel
+from cairn.kernels.cpu.compiled import I32, I64, INT, U8, Kernel, kernel
 from cairn.kernels.cpu.huge_pages import passing_memory
-from cairn.kernels.cpu.packing import packing
+from cairn.kernels.cpu.packing import PackedLoop, packing
 from cairn.kernels.cpu.scalars import advance
 from cairn.kernels.cpu.vectors import (
     LANES,
@@ -37,9 +37,8 @@ def transpose_words(words: Tensor) -> Tensor:
     """int32 [n, m], rows contiguous -> [m, n]."""
     height, width = words.shape
     out = passing_memory().empty((width, height), torch.int32)
-    items = -(-width // LANES)
-    _transpose_words["words"](items, _cost(out), words.data_ptr(), words.stride(0), height, width, out.data_ptr())
-    return out
+    places = words.data_ptr(), words.stride(0), height, width, out.data_ptr()
+    return _made(_transpose_words, -(-width // LANES), places, out, words)
 
 
 def join_codes(words: Tensor, order: Sequence[int]) -> Tensor:
@@ -49,11 +48,8 @@ def join_codes(words: Tensor, order: Sequence[int]) -> Tensor:
     blocks = height // _CODES
     out = passing_memory().empty((blocks, _CODES * width), torch.int32)
     columns, places = _columns_of(tuple(order))
-    _join_codes["words"](
-        blocks, _cost(out), words.data_ptr(), words.stride(0), width, columns.data_ptr(),
-        places.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
-    return out
+    taken = words.data_ptr(), words.stride(0), width, columns.data_ptr(), places.data_ptr(), out.data_ptr()
+    return _made(_join_codes, blocks, taken, out, words)
 
 
 def unpack_codes(words: Tensor, order: Sequence[int], added: int) -> Tensor:
@@ -61,11 +57,8 @@ def unpack_codes(words: Tensor, order: Sequence[int], added: int) -> Tensor:
     columns in a word, from its lowest bits on."""
     height, width = words.shape
     out, (columns, _) = torch.empty((height, _CODES * width), dtype=torch.uint8), _columns_of(tuple(order))
-    cost = packing().cost(words.numel(), out.nbytes)
-    _unpack_codes["words"](
-        height, cost, words.data_ptr(), words.stride(0), width, columns.data_ptr(), added, out.data_ptr()
-    )
-    return out
+    places = words.data_ptr(), words.stride(0), width, columns.data_ptr(), added, out.data_ptr()
+    return _made(_unpack_codes, height, places, out, words)
 
 
 @cache
@@ -80,16 +73,14 @@ def order_codes(words: Tensor, order: Tensor, bits: int) -> Tensor:
     on -> codes `order` of each column, int64."""
     height, width = words.shape
     out, places = passing_memory().empty((height, width), torch.int32), order.long()
-    items = -(-width // _ORDERED_AT_A_TIME)
-    _order_codes["words"](
-        items, _cost(out), words.data_ptr(), words.stride(0), height, width, places.data_ptr(), bits,
-        out.data_ptr(),
-    )  # fmt: skip
+    taken = words.data_ptr(), words.stride(0), height, width, places.data_ptr(), bits, out.data_ptr()
+    return _made(_order_codes, -(-width // _ORDERED_AT_A_TIME), taken, out, words, places)
+
+
+def _made(loop: Kernel, items: int, places: tuple[int, ...], out: Tensor, *taken: Tensor) -> Tensor:
+    cost = out.nbytes // out.element_size() // _WORD_RATE
+    packing().get_ready(PackedLoop(loop["words"], items, cost, 0, places, (out, *taken)))
     return out
-
-
-def _cost(out: Tensor) -> int:
-    return packing().cost(out.numel() // _WORD_RATE, out.nbytes)
 
 
 @kernel({"words": (I32, INT, INT, INT, I32)})

@@ -1,7 +1,8 @@
 """Loops that weights are brought into another order with while they are read, and memory for what they make."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from cairn.kernels.quantized import QuantizedWeight
 
 
 @cache
@@ -24,6 +27,23 @@ def passing_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
         return torch.empty(shape, dtype=dtype, device=device)
     passing: Tensor = memory.passing_memory().empty(shape, dtype)
     return passing
+
+
+def kept_copy(numbers: Tensor) -> Tensor:
+    """In memory of its own, on the host, where the numbers are at the end of `background_packing`."""
+    if (loops := compiled_loops("packing")) is None or not numbers.is_contiguous() or numbers.device.type != "cpu":
+        return numbers.clone()
+    copy: Tensor = loops.packing().copy(numbers)
+    return copy
+
+
+def read_codes(read: Callable[[], QuantizedWeight]) -> QuantizedWeight:
+    """Loops that get its rows ready may be put off, see `Packing.put_off`."""
+    if (loops := compiled_loops("packing")) is None:
+        return read()
+    weight: list[QuantizedWeight] = []
+    put_off = loops.packing().put_off(lambda: weight.append(read()))
+    return replace(weight[0], put_off=put_off) if put_off else weight[0]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 
@@ -26,7 +26,7 @@ from cairn.models.sharding import TensorShard
 from cairn.models.weights.gguf.checkpoint import open_gguf
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.gguf.source import find_type_problem
-from cairn.models.weights.packed_matrices import PackedMatrix, packed_tensors
+from cairn.models.weights.packed_matrices import PackedMatrix, packed_tensors, resolve_matrix
 from cairn.models.weights.quantization import (
     FP8,
     Quantization,
@@ -58,6 +58,8 @@ REMEDY = "download it again if config.json and tensors are not of one checkpoint
 READABLE = ("BF16", "F16", "F32")
 """safetensors' names of the dtypes that are converted to the serving dtype; FP8 needs factors, others are unknown."""
 
+
+Result = TypeVar("Result")
 
 MatrixFinder = Callable[[str, tuple[int, ...]], PackedMatrix | str | None]
 """`find_matrix` of one checkpoint."""
@@ -191,7 +193,7 @@ class WeightReader:
         self._quantization = quantization
         self._is_gguf = is_gguf(folder)
         self._layouts = find_layouts(self.headers, quantization)
-        self._matrices: dict[tuple[str, tuple[int, ...]], PackedMatrix | str | None] = {}
+        self._matrices: dict[tuple[str, tuple[int, ...]], PackedMatrix | str] = {}
         self._verified: dict[str, tuple[int, ...]] = {}
         self._used: set[str] = set()
         self._files = map_files(folder, self.headers, ahead or ReadAhead())
@@ -245,7 +247,7 @@ class WeightReader:
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """Raises ModelError naming tensors that are missing, unknown, misshapen or of a dtype that cannot be read."""
-        used = used_tensors(self.headers, expected, self._quantization)
+        used = used_tensors(self.headers, expected, self._quantization, self._layouts)
         problems, _ = _find_problems(self.headers, expected, used, ignored, self._quantization, self._matrix)
         if problems:
             more = f"; and {len(problems) - 5} more, see `cairn check`" if len(problems) > 5 else ""
@@ -308,10 +310,12 @@ class WeightReader:
         def copy_given(part: torch.Tensor) -> torch.Tensor:
             return part.clone() if _memory_of(part) in given else part
 
-        with self._naming(name):
+        def read() -> QuantizedWeight | None:
             if isinstance(matrix, str):
                 raise ModelError(matrix)
-            weight = matrix.read_shard(read_part, shard, self._dtype)
+            return matrix.read_shard(read_part if copy else self._stored, shard, self._dtype)
+
+        weight = self._naming(name, read)
         # Parts may still be the files' memory.
         return weight.settled().changed(copy_given) if copy and weight is not None else weight
 
@@ -324,11 +328,12 @@ class WeightReader:
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> PackedMatrix | str | None:
         """See `find_matrix`."""
-        if name not in self._layouts:
+        layout = self._layouts.get(name)
+        if layout is None:
             return None
         matrix = self._matrices.get((name, shape))
         if matrix is None:
-            matrix = self._matrices[name, shape] = find_matrix(self.headers, name, shape, self._quantization)
+            matrix = self._matrices[name, shape] = resolve_matrix(self.headers, name, shape, layout)
         return matrix
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -341,8 +346,7 @@ class WeightReader:
     def _gguf_codes(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> QuantizedWeight | None:
         self._check(name, shape)
         source: Any = self._source  # which is `GgufFiles`
-        with self._naming(name):
-            codes: QuantizedWeight | None = source.read_codes(name, shard, self._dtype)
+        codes: QuantizedWeight | None = self._naming(name, lambda: source.read_codes(name, shard, self._dtype))
         return codes
 
     def _read(
@@ -356,14 +360,12 @@ class WeightReader:
     ) -> torch.Tensor:
         """A tensor or a shard of it, part by part as `read` gives it; `copy`: in other memory. Raises ModelError."""
         self._check(name, shape)
-        with self._naming(name):
-            return self._read_parts(shape, shard, dtype, partial(read, name), copy)
+        return self._naming(name, lambda: self._read_parts(shape, shard, dtype, partial(read, name), copy))
 
-    @contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
-        """What goes wrong inside names the tensor, and its file if it has one of its own."""
+    def _naming(self, name: str, read: Callable[[], Result]) -> Result:
+        """What goes wrong there names the tensor, and its file if it has one of its own."""
         try:
-            yield
+            return read()
         except torch.OutOfMemoryError:
             raise
         except (ModelError, *READ_ERRORS) as error:

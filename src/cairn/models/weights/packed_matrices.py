@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.sharding import Slice, TensorShard
+from cairn.models.weights.compiled_loops import read_codes
 from cairn.models.weights.packed_layouts import Coding, PackedLayout, codings
 from cairn.models.weights.tensor_headers import TensorHeader
 
@@ -67,7 +68,7 @@ class PackedMatrix:
         shape = self.coding.shape
         place = [slice(0, length) for length in shape]
         if shard is None:
-            return self.read(read_part, tuple(place), dtype)
+            return read_codes(lambda: self.read(read_part, tuple(place), dtype))
         if shard.dim == len(shape) - 1:
             if not self._cuts_between_groups(shard.slices):
                 logger.warning("%s is cut inside groups of inputs with one scale: it is dequantized", self.name)

@@ -146,10 +146,13 @@ def find_scale(headers: Mapping[str, TensorHeader], name: str, quantization: Qua
 
 
 def used_tensors(
-    headers: Mapping[str, TensorHeader], expected: Iterable[str], quantization: Quantization | None
+    headers: Mapping[str, TensorHeader],
+    expected: Iterable[str],
+    quantization: Quantization | None,
+    layouts: Mapping[str, PackedLayout] | None = None,
 ) -> set[str]:
-    """The stored tensors that are `expected`, or factors of such ones."""
-    used, layouts = set(), find_layouts(headers, quantization)
+    """The stored tensors that are `expected`, or factors of such ones. `layouts`: `find_layouts` of them."""
+    used, layouts = set(), find_layouts(headers, quantization) if layouts is None else layouts
     for name in (headers.keys() | layouts.keys()) & set(expected):
         used.add(name)
         if quantization is None:

@@ -42,7 +42,13 @@ def empty_codes(
 ) -> QuantizedWeight:
     """So many rows, of nothing yet."""
     single = _single_row(type_name, row_bytes, dtype)
-    return single.changed(lambda part: passing_tensor((num_rows, part.shape[1]), part.dtype, device))
+    memory, end = passing_tensor((num_rows * single.nbytes,), torch.uint8, device), 0
+    parts = {}
+    # Those of the widest numbers first, each at a multiple of its own.
+    for name, part in sorted(single.row_tensors().items(), key=lambda each: -each[1].itemsize):
+        begin, end = end, end + num_rows * part.nbytes
+        parts[name] = memory[begin:end].view(part.dtype).view(num_rows, part.shape[1])
+    return single.with_rows(parts)
 
 
 @cache
@@ -60,9 +66,7 @@ def fill_codes(type_name: str, rows: Bytes, made: QuantizedWeight, first: int) -
     places = {field: part[first : first + len(rows)] for field, part in made.row_tensors().items()}
     loops = compiled_loops("ggml_blocks")
     if loops is not None and rows.strides[1] == 1:
-        block_bytes, _ = CODED[type_name]
-        blocks = rows.shape[1] // block_bytes
-        loops.take_apart(type_name, rows.ctypes.data, rows.strides[0], blocks, block_bytes, places)
+        loops.take_apart(type_name, rows, CODED[type_name][0], places)
         return
     for field, part in pack_blocks(type_name, np.ascontiguousarray(rows), made.dtype).row_tensors().items():
         places[field].copy_(part)

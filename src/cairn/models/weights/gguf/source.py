@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.sharding import Slice, TensorShard
+from cairn.models.weights.compiled_loops import read_codes
 from cairn.models.weights.gguf.checkpoint import open_gguf
 from cairn.models.weights.gguf.codes import CODED, empty_codes, fill_codes, has_loops, pack_blocks, take_columns
 from cairn.models.weights.gguf.header import GgufTensor
@@ -108,9 +109,13 @@ class GgufFiles:
             fill_codes(view.type_name, self._raw(view, begin, end)[:, columns], made, first)
 
         at_a_time, run = (_LOOP_CODES_AT_A_TIME, map) if has_loops() else (_CODES_AT_A_TIME, self._threads.map)
-        for _ in run(fill, _steps(ranges, max(1, at_a_time // view.shape[-1]))):
-            pass
-        return _stacked(made, view.shape)
+
+        def read() -> QuantizedWeight:
+            for _ in run(fill, _steps(ranges, max(1, at_a_time // view.shape[-1]))):
+                pass
+            return made
+
+        return _stacked(read_codes(read), view.shape)
 
     def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
         for name in order:
@@ -261,7 +266,7 @@ def _stacked(made: QuantizedWeight, shape: Sequence[int]) -> QuantizedWeight:
     """The rows of all matrices as a stack of them, if they are one."""
     if len(shape) == 2:
         return made
-    return made.changed(lambda part: part.view(shape[0], -1, part.shape[-1]))
+    return made.viewed(lambda part: part.view(shape[0], -1, part.shape[-1]))
 
 
 def _run_of(order: Order) -> int:
