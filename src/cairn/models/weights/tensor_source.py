@@ -1,15 +1,15 @@
 """Where the stored numbers of tensors come from: files mapped into memory, or, in `device_copy`, copies to a device."""
 
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from cairn.models.sharding import Slice
@@ -56,8 +56,10 @@ class MappedFiles:
         self.advance: Callable[[int], None] | None = None
         self._folder = folder
         self._headers = headers
-        self._open: dict[str, tuple[Mapping[str, tuple[int, int]], mmap.mmap]] = {}
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
         self._ahead = ahead
+        self._stack.callback(self._ahead.close)
 
     def read_ahead(self, order: Iterable[str]) -> None:
         """These tensors will be read, one after the other: see `ReadAhead.begin`."""
@@ -67,38 +69,30 @@ class MappedFiles:
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         header = self._headers[name]
         self._ahead.reached(name)
-        offsets, mapped = self._file(header.file)
-        begin, num_bytes = offsets[name]
-        dtype_stored = TORCH_DTYPES[header.dtype]
-        count = num_bytes // dtype_stored.itemsize
-        if not count:
-            return torch.empty(header.shape, dtype=dtype_stored)[part]
-        values = torch.frombuffer(mapped, dtype=dtype_stored, count=count, offset=begin).view(header.shape)
-        for each, length in zip(part, header.shape, strict=True):
-            if each.stop - each.start != length:
-                values = values[part].contiguous()
-                break
+        file = self._file(header.file)
+        whole = all(each == slice(0, length) for each, length in zip(part, header.shape, strict=True))
+        values: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[part]
         if self.advance is not None:
             self.advance(values.nbytes)
         return values
 
     def close(self) -> None:
         self._open.clear()
-        self._ahead.close()
+        self._stack.close()
 
     def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
+        offsets: dict[str, Mapping[str, tuple[int, int]]] = {}
         for name in order:
-            file = self._headers[name].file
-            yield name, FileRange(self._folder / file, *self._file(file)[0][name])
+            path = self._folder / (file := self._headers[name].file)
+            if file not in offsets:
+                with path.open("rb") as opened:
+                    offsets[file] = read_offsets(opened)
+            yield name, FileRange(path, *offsets[file][name])
 
-    def _file(self, name: str) -> tuple[Mapping[str, tuple[int, int]], mmap.mmap]:
-        """Where its tensors are, and its memory: one mapping of all, as the package makes objects for each of them."""
-        if (file := self._open.get(name)) is not None:
-            return file
-        with (self._folder / name).open("rb") as opened:
-            # Private, as torch has no tensors that cannot be written to. Another thread may open it as well.
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            return self._open.setdefault(name, (read_offsets(opened), mapped))
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
+        return self._open[name]
 
 
 def map_files(folder: Path, headers: Mapping[str, TensorHeader], ahead: ReadAhead) -> MappedFiles | GgufFiles:
