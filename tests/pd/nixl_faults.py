@@ -255,7 +255,7 @@ def strangers_at_the_door(r: Round) -> None:
 
 def connection_cut(r: Round) -> None:
     params = r.prefill()
-    kind = r.take("hello", "claim", "granted", "confirm", "confirmed")
+    kind = r.take("hello", "claim", "granted", "confirm", "done")
     r.relay.hold = frozenset({kind})
     r.decode(r.d, params=params)
     r.until(kind)

@@ -208,7 +208,7 @@ class Round:
 
     def somewhere(self) -> None:
         """A random moment of the transfer, by a frame that is held there or by time."""
-        kind = self.rng.choice(["hello", "welcome", "claim", "granted", "confirm", "confirmed", None, None])
+        kind = self.rng.choice(["hello", "welcome", "claim", "granted", "confirm", "done", None, None])
         if kind is None:
             self.pause(0.08)
             return

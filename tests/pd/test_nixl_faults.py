@@ -176,7 +176,7 @@ def nothing_offered(served, reference):
 @pytest.mark.more
 @pytest.mark.usefixtures("nothing_offered")
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("kind", ["hello", "claim", "granted", "confirm", "confirmed"])
+@pytest.mark.parametrize("kind", ["hello", "claim", "granted", "confirm", "done"])
 def test_an_http_client_that_leaves_at_any_phase_leaves_nothing_behind(world, served, kind, stream):
     """P is a core of its own; D is the server whose client goes away while a frame is held."""
     p, rng = world.p(), random.Random(f"{kind} {stream}")
