@@ -24,10 +24,11 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests of properties draw the same examples in each run; `make test-long` looks for others."""
-    hypothesis.settings.register_profile("repeatable", derandomize=True)
-    if config.option.markexpr != "long":
-        hypothesis.settings.load_profile("repeatable")
+    """Tests of properties draw the same examples in each run, and `make test-long` looks for others. None is in a
+    hurry, whatever else the machine does."""
+    is_long = config.option.markexpr == "long"
+    hypothesis.settings.register_profile("cairn", derandomize=not is_long, deadline=None)
+    hypothesis.settings.load_profile("cairn")
 
 
 @pytest.hookimpl(tryfirst=True)
