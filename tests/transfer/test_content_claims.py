@@ -410,6 +410,17 @@ def test_broken_and_missing_marks_are_refused(marks):
 # -- a grant that does not follow from the claim -----------------------------------------------------------------------
 
 
+def grant_otherwise(monkeypatch, changed):
+    """Claims are answered with grants that say something else."""
+    grant = Leases.grant
+
+    def lie(self, *args):
+        claimed = grant(self, *args)
+        return dataclasses.replace(claimed, granted=msgspec.structs.replace(claimed.granted, **changed))
+
+    monkeypatch.setattr(Leases, "grant", lie)
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -431,13 +442,7 @@ def test_broken_and_missing_marks_are_refused(marks):
 def test_a_grant_that_does_not_follow_from_the_claim_moves_nothing(changed, monkeypatch):
     case = Case()
     case.ask(start=128)
-    grant = Leases.grant
-
-    def lie(self, *args):
-        claimed = grant(self, *args)
-        return dataclasses.replace(claimed, granted=msgspec.structs.replace(claimed.granted, **changed))
-
-    monkeypatch.setattr(Leases, "grant", lie)
+    grant_otherwise(monkeypatch, changed)
     case.answer_from_memory()
     assert case.run()[0].failure == "the peer's grant is not what was claimed"
     assert moves(case.d) == [] and [lease.state for lease in case.leases()] == ["released"]
@@ -447,13 +452,7 @@ def test_a_grant_that_does_not_follow_from_the_claim_moves_nothing(changed, monk
 def test_a_grant_of_what_are_no_page_numbers_is_no_record_and_moves_nothing(changed, monkeypatch):
     case = Case()
     case.ask(start=128)
-    grant = Leases.grant
-
-    def lie(self, *args):
-        claimed = grant(self, *args)
-        return dataclasses.replace(claimed, granted=msgspec.structs.replace(claimed.granted, **changed))
-
-    monkeypatch.setattr(Leases, "grant", lie)
+    grant_otherwise(monkeypatch, changed)
     case.answer_from_memory()
     assert case.run() == [] and case.d.consumer.frames.dropped == 1
     case.world.clock.advance(5.0)
