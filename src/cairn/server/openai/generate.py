@@ -66,21 +66,21 @@ class Deadline:
 class OutputBuffer:
     """Collects an answer's outputs until they have `interval` tokens. The first one and the last one go at once."""
 
-    __slots__ = ("_pending", "interval")
+    __slots__ = ("_interval", "_pending")
 
     def __init__(self, interval: int) -> None:
-        self.interval = interval
+        self._interval = interval
         self._pending: dict[tuple[int, int], GenerateOutput | None] = {}
 
     def add(self, prompt: int, output: GenerateOutput) -> GenerateOutput | None:
         """What is to be sent now, all that has been collected of the answer; None for nothing yet."""
-        if self.interval == 1:
+        if self._interval == 1:
             return output
         answer = prompt, output.index
         is_first = answer not in self._pending
         earlier = self._pending.get(answer)
         collected = output if earlier is None else earlier.concat(output)
-        is_due = is_first or output.finish_reason is not None or len(collected.token_ids) >= self.interval
+        is_due = is_first or output.finish_reason is not None or len(collected.token_ids) >= self._interval
         self._pending[answer] = None if is_due else collected
         return collected if is_due else None
 
