@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from cairn.engine.contract import KvTransferConfig
 from cairn.engine.transfers.kv_transfer import KvTransfer, RankMemory, build_transfer, parse_role, rank_worker
 from cairn.transfer.contract import Peer, PullEnded, PullId, PullSpec, ReadOrder
-from cairn.transfer.geometry import geometry_of
 from cairn.transfer.links.contract import ReadState
 from cairn.transfer.links.nixl import NixlLink
 from cairn.transfer.memory import PoolMemory
@@ -68,7 +67,7 @@ def chunk_bounds(num_pages: int, page_bytes: int) -> list[tuple[int, int]]:
 def worker(model: Model, share: Share, pool: NDArray[np.uint8], source: Source) -> Move:
     """The engine's own: an order to a LinkWorker on a NixlLink, turned until it is read."""
     hands = rank_worker(NixlLink("worker"), RankMemory(PoolMemory(pool), model.layout, model.units))
-    peer = Peer("bench", geometry_of(model.layout, 1), (bytes.fromhex(source.place["link"]),))
+    peer = Peer("bench", model.layout, (bytes.fromhex(source.place["link"]),))
     order = ReadOrder(
         pull=PullId(1),
         peer=peer,

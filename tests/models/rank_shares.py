@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
 from cairn.step import Save
-from cairn.transfer.geometry import AttentionUnits, ModelUnits, geometry_of, pair
+from cairn.transfer.geometry import AttentionUnits, ModelUnits, pair
 from runner.harness import prompt, ranks
 
 SIZES = (1, 2, 4)
@@ -60,8 +60,7 @@ class Remembered:
 def every_pair_of_sizes_is_taken(model: Model, block_size: int, sizes: Sequence[int] = SIZES) -> None:
     """The remote side has blocks of `block_size`, the local one of 16."""
     for remote, local in product(sizes, repeat=2):
-        layouts = model.layout(block_size, remote), model.layout(16, local)
-        sides = [geometry_of(layout, size) for layout, size in zip(layouts, (remote, local), strict=True)]
+        sides = model.layout(block_size, remote), model.layout(16, local)
         pairings = [pair(model.units, *sides, rank) for rank in range(local)]
         owners = [each for pairing in pairings for each in (pairing.states[0], *(g.owners for g in pairing.groups))]
         assert {rank for each in owners for rank in each.tolist()} <= set(range(remote))
@@ -73,7 +72,7 @@ def every_share_is_found(model: Model, weights: dict[str, Tensor]) -> None:
     remembered = [Remembered(model.config, weights, size) for size in SIZES]
     units = units_of(model.config, 4)
     for remote, local in product(remembered, repeat=2):
-        sides = [geometry_of(each.layout, each.size) for each in (remote, local)]
+        sides = remote.layout, local.layout
         for rank in range(local.size):
             file, pages = np.zeros_like(local.files[rank]), np.zeros_like(local.pages[rank])
             pairing = pair(units, *sides, rank)

@@ -23,7 +23,7 @@ from cairn.scheduler.transfers import LeaseQuota, Transfers
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import Peer
 from cairn.transfer.digest import SequenceIndex
-from cairn.transfer.geometry import PairedPages, geometry_of
+from cairn.transfer.geometry import PairedPages
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.memory import PoolMemory
 from cairn.transfer.peers import PeerPolicy
@@ -110,21 +110,20 @@ class Server:
     ) -> None:
         self.world, self.engine_id, self.alive = world, engine_id, True
         self.layout, model = layout(block_size, world.limited), units(world.limited)
-        geometry = geometry_of(self.layout, 1)
         noise = np.random.default_rng(port)
         self.pool = noise.integers(0, 256, (num_pages, self.layout.page_bytes), np.uint8)
         self.runner = PooledRunner(self.layout, self.pool, num_pages, max_num_seqs)
         self.link = world.fabric.link(engine_id)
         memory = PoolMemory(self.pool)
         self.link.register(memory.region)
-        identity = Peer(engine_id, geometry, (self.link.describe(),), layout_hash)
+        identity = Peer(engine_id, self.layout, (self.link.describe(),), layout_hash)
         random_bytes, event_loop, events = world.rng.randbytes, TurnedLoop(world.clock), EventQueue()
         self.event_loop = event_loop
         self.channel = world.network.channel(HOST, port, event_loop)
         self.max_leased_pages = int(num_pages * lease_share)
         limits = _limits(self.max_leased_pages, lease_seconds)
         self.producer = Producer(identity, limits, world.clock, random_bytes, events.put)
-        pages = PairedPages(model, geometry, 0)
+        pages = PairedPages(model, self.layout, 0)
         worker = LinkWorker(self.link, pages, memory.fence)
         policy = PeerPolicy()
         ranks = RankedWorker(self.link, worker, ())

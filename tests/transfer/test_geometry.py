@@ -15,8 +15,8 @@ import pytest
 from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.errors import ConfigError
-from cairn.transfer.contract import Peer, PeerGeometry, PullId, ReadOrder
-from cairn.transfer.geometry import AttentionUnits, ModelUnits, PairedPages, Pairing, geometry_of, pair
+from cairn.transfer.contract import Peer, PullId, ReadOrder
+from cairn.transfer.geometry import AttentionUnits, ModelUnits, PairedPages, Pairing, pair
 from cairn.transfer.links.contract import LinkError
 from tiers import first_of
 
@@ -34,21 +34,24 @@ UNITS_AND_SIZES = first_of(
 )
 
 
+def full(block_size: int) -> tuple[AttentionGroup, ...]:
+    """The attention group of a model that has one, of unlimited reach."""
+    return (AttentionGroup("full", block_size),)
+
+
 def geometry(
     tp_size: int, block_size: int = 16, kv_heads: int = 1, state_units: int = 1, header: int = 7, unit_bytes: int = 50
-) -> PeerGeometry:
+) -> CacheLayout:
     held, states = max(1, kv_heads // tp_size), max(1, state_units // tp_size)
-    return geometry_of(
-        CacheLayout(
-            block_size=block_size,
-            page_bytes=held * RUNS * block_size * ROW,
-            page_units=held,
-            groups=(AttentionGroup("full", block_size),),
-            header_bytes=header,
-            state_bytes=states * unit_bytes,
-            state_units=states,
-        ),
-        tp_size,
+    return CacheLayout(
+        block_size=block_size,
+        page_bytes=held * RUNS * block_size * ROW,
+        page_units=held,
+        groups=full(block_size),
+        header_bytes=header,
+        state_bytes=states * unit_bytes,
+        state_units=states,
+        tp_size=tp_size,
     )
 
 
@@ -83,13 +86,13 @@ def key_values(kv_heads: int, num_tokens: int, seed: int, runs: int = RUNS) -> n
     return np.random.default_rng(seed).integers(0, 255, (kv_heads, runs, num_tokens, ROW), np.uint8)
 
 
-def tokens_of(side: PeerGeometry, group: int) -> int:
+def tokens_of(side: CacheLayout, group: int) -> int:
     """Tokens of a page of this attention group."""
     return side.groups[group].tokens_per_page if side.groups else side.block_size
 
 
 def token_addresses(
-    side: PeerGeometry, heads: list[int], token: int, group: int = 0, runs: int = RUNS
+    side: CacheLayout, heads: list[int], token: int, group: int = 0, runs: int = RUNS
 ) -> list[tuple[int, int, tuple[int, int]]]:
     """(block number, byte offset, (head, run)) of each row of one token on a rank that holds `heads`, which share a
     page evenly."""
@@ -102,7 +105,7 @@ def token_addresses(
 
 
 def store_pages(
-    side: PeerGeometry, rank: int, values: np.ndarray, first: int, pages: np.ndarray, num_pages: int, group: int = 0
+    side: CacheLayout, rank: int, values: np.ndarray, first: int, pages: np.ndarray, num_pages: int, group: int = 0
 ) -> np.ndarray:
     """What a rank's pool holds when `pages` are its blocks from `first` on, of this attention group."""
     pool = np.full((num_pages, side.page_bytes), 254, np.uint8)
@@ -129,7 +132,7 @@ def shuffled(count: int, total: int, seed: int) -> np.ndarray:
     return np.array(random.Random(seed).sample(range(total), count), np.int32)
 
 
-def blocks_of(side: PeerGeometry, start: int, end: int, group: int = 0) -> tuple[int, int]:
+def blocks_of(side: CacheLayout, start: int, end: int, group: int = 0) -> tuple[int, int]:
     """First block and number of blocks that tokens [start, end) touch."""
     touched = sorted({token // tokens_of(side, group) for token in range(start, end)})
     return (touched[0], len(touched)) if touched else (0, 0)
@@ -142,9 +145,8 @@ def order(pairing: Pairing, start: int, end: int, pages, group: int = 0, states=
     """What is read of tokens [start, end) of one attention group, and of a checkpoint; `pages`: remote and local."""
     sides = []
     for side, own in zip((pairing.remote, pairing.local), pages, strict=True):
-        groups = [AttentionGroup("", each.tokens_per_page, each.reach, each.chunked) for each in side.attention_groups]
-        other = [GroupPages(each, end, own[:0]) for each in groups]
-        sides.append((*other[:group], GroupPages(groups[group], start, own), *other[group + 1 :]))
+        other = [GroupPages(each, end, own[:0]) for each in side.groups]
+        sides.append((*other[:group], GroupPages(side.groups[group], start, own), *other[group + 1 :]))
     ranks = (b"",) * pairing.remote.tp_size
     return ReadOrder(PullId(1), Peer("p", pairing.remote, ranks), end, *sides, *states)
 
@@ -226,7 +228,7 @@ def test_equal_sizes_take_one_descriptor_a_page_and_one_a_file_page(tp_size, blo
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def store_file(side: PeerGeometry, rank: int, header: np.ndarray, states: np.ndarray) -> np.ndarray:
+def store_file(side: CacheLayout, rank: int, header: np.ndarray, states: np.ndarray) -> np.ndarray:
     """The bytes of one rank's file."""
     units = units_of(len(states), side.tp_size, rank) if len(states) else []
     return np.concatenate([header, *(states[unit] for unit in units)])
@@ -293,15 +295,13 @@ def test_every_byte_of_a_checkpoint_arrives_once_in_the_fewest_pieces(remote_tp,
 
 
 def test_a_model_without_recurrent_state_moves_its_header() -> None:
-    side = PeerGeometry(16, RUNS * 16 * ROW, 1, 200, 0, 0, 1)
+    side = CacheLayout(16, RUNS * 16 * ROW, 1, full(16), 200, 0, 0)
     pairing = pair(model(state_units=0), side, side, 0)
     check_file(pairing, 0, np.arange(200, dtype=np.uint8), np.zeros((0, 1), np.uint8))
 
 
 def test_a_model_without_attention_has_no_pages_to_move() -> None:
-    sides = [
-        geometry_of(CacheLayout(block, 64, 1, (), 7, 50 * 4 // tp, 4 // tp), tp) for block, tp in ((16, 1), (24, 2))
-    ]
+    sides = [CacheLayout(block, 64, 1, (), 7, 50 * 4 // tp, 4 // tp, tp_size=tp) for block, tp in ((16, 1), (24, 2))]
     pairing = pair(ModelUnits((), 4), *sides, 1)
     assert not pairing.groups
     rng = np.random.default_rng(0)
@@ -398,11 +398,23 @@ def test_no_range_leaves_its_page() -> None:
         ),
         (model(), geometry(1, unit_bytes=8), geometry(1, unit_bytes=9), 0, "bytes of a state unit: 8 at the peer, 9"),
         (model(), geometry(1), geometry(2), 2, "rank 2 is none of the 2"),
-        (model(), PeerGeometry(16, 192, 1, 7, 50, 1), geometry(1), 0, "the peer's pages have 1 kv heads in 192 bytes"),
-        (model(), PeerGeometry(16, 102, 1, 7, 50, 1), geometry(1), 0, "the peer's pages have 1 kv heads in 102 bytes"),
+        (
+            model(),
+            CacheLayout(16, 192, 1, full(16), 7, 50, 1),
+            geometry(1),
+            0,
+            "the peer's pages have 1 kv heads in 192 bytes",
+        ),
+        (
+            model(),
+            CacheLayout(16, 102, 1, full(16), 7, 50, 1),
+            geometry(1),
+            0,
+            "the peer's pages have 1 kv heads in 102 bytes",
+        ),
         (
             ModelUnits((), 1),
-            PeerGeometry(16, 1, 1, 7, 50, 1),
+            CacheLayout(16, 1, 1, full(16), 7, 50, 1),
             geometry(1),
             0,
             "page_bytes of a model without attention: 1 ",
@@ -416,8 +428,8 @@ def test_what_does_not_fit_is_refused_in_words(units, remote, local, rank, words
 
 
 def test_other_attention_groups_are_refused_by_name() -> None:
-    full, window = AttentionGroup("full", 16), AttentionGroup("window", 16, 64)
-    two, one = (geometry_of(CacheLayout(16, 96, 1, groups, 7, 50, 1), 1) for groups in ((full, window), (full,)))
+    both = (*full(16), AttentionGroup("window", 16, 64))
+    two, one = (CacheLayout(16, 96, 1, groups, 7, 50, 1) for groups in (both, full(16)))
     units = ModelUnits((AttentionUnits(1, LAYERS, ROW),) * 2, 1)
     assert len(pair(units, two, two, 0).groups) == 2
     chunked = replace(two, groups=(two.groups[0], replace(two.groups[1], chunked=True)))
@@ -449,7 +461,7 @@ def test_lists_of_the_wrong_length_are_refused() -> None:
 # -- orders ------------------------------------------------------------------------------------------------------------
 
 
-def order_from(remote: PeerGeometry, *, ranks=None, local_pages: int = 25) -> ReadOrder:
+def order_from(remote: CacheLayout, *, ranks=None, local_pages: int = 25) -> ReadOrder:
     """Of 400 tokens, for a server with blocks of 16."""
     pairing = Pairing(remote, geometry(1), (), np.zeros((4, 0), np.int64))
     lists = np.arange(-(-400 // remote.block_size)), np.arange(local_pages)

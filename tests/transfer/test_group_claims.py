@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cairn.cache.group_pages import GroupPages
-from cairn.cache.layout import AttentionGroup
+from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.transfer.claim import find_pages, make_claim, plan_read
 from cairn.transfer.contract import (
     ContentName,
@@ -14,8 +14,6 @@ from cairn.transfer.contract import (
     Offer,
     OfferedCheckpoint,
     Peer,
-    PeerGeometry,
-    PeerGroup,
     PullId,
     PullSpec,
 )
@@ -52,7 +50,7 @@ OFFER = Offer(
 )
 PEER = Peer(
     "p",
-    PeerGeometry(16, 384, 1, 8, 360, 1, groups=(PeerGroup(48), PeerGroup(16, 40), PeerGroup(24, 64, True))),
+    CacheLayout(16, 384, 1, groups(48, 16, 24), 8, 360, 1),
     (b"link",),
 )
 
@@ -148,7 +146,9 @@ def test_a_grant_that_does_not_follow_from_the_claim_is_refused(changed):
     assert plan_read(spec(), PullId(1), PEER, Granted(**grant | changed)) is None
 
 
-@pytest.mark.parametrize("other", [(), PEER.geometry.groups[:2], (*PEER.geometry.groups[:2], PeerGroup(24, 64))])
+@pytest.mark.parametrize(
+    "other", [(), PEER.geometry.groups[:2], (*PEER.geometry.groups[:2], AttentionGroup("group", 24, 64))]
+)
 def test_a_peer_with_other_groups_is_not_read(other):
     """The handshake refuses it before."""
     peer = replace(PEER, geometry=replace(PEER.geometry, groups=other))

@@ -3,17 +3,19 @@ each, seldom multiples of one another, and leave something at the ends of their 
 
 import itertools
 import random
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
-from cairn.cache.layout import CacheLayout
+from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.errors import ConfigError
 from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import CacheSpec
-from cairn.transfer.contract import PeerGeometry, PeerGroup
-from cairn.transfer.geometry import AttentionUnits, ModelUnits, geometry_of, pair
+from cairn.transfer.geometry import AttentionUnits, ModelUnits, pair
 from cairn.transfer.session import explain_layouts
+from cairn.transfer.wire import encode
 from tiers import first_of
 from transfer.test_geometry import ROW, check_pages, key_values, page_reads
 
@@ -25,17 +27,13 @@ SPANS = ((0, 200), (0, 1), (61, 101), (64, 100), (160, 199), (70, 70))
 MODEL = ModelUnits(tuple(AttentionUnits(heads, layers, ROW) for layers, heads, *_ in ATTENTION), 0)
 
 
-def layout(tp_size: int, block_size: int) -> CacheLayout:
+def geometry(tp_size: int, block_size: int) -> CacheLayout:
     """As a model has it, one byte a number."""
     groups = (
         AttentionSpec(layers, max(1, heads // tp_size), ROW, reach, chunked)
         for layers, heads, reach, chunked in ATTENTION
     )
-    return CacheSpec(7, None, tuple(groups)).layout(block_size, 1)
-
-
-def geometry(tp_size: int, block_size: int) -> PeerGeometry:
-    return geometry_of(layout(tp_size, block_size), tp_size)
+    return CacheSpec(7, None, tuple(groups)).layout(block_size, 1, tp_size=tp_size)
 
 
 def test_groups_leave_something_and_do_not_divide_one_another():
@@ -73,14 +71,13 @@ def test_random_spans_of_random_pairs(seed):
 def test_a_peer_whose_pages_cannot_be_those_is_refused():
     side = geometry(1, 16)
     for tokens in (79, 81):
-        groups = (PeerGroup(tokens), *side.groups[1:])
-        other = PeerGeometry(16, side.page_bytes, side.page_units, side.header_bytes, 0, 0, groups=groups)
+        other = replace(side, groups=(AttentionGroup("full", tokens), *side.groups[1:]))
         with pytest.raises(ConfigError, match=f"the peer's pages have 2 kv heads in .* in 2 layers of {tokens} tokens"):
             pair(MODEL, other, side, 0)
 
 
 def test_what_differs_is_named_at_the_handshake():
-    with_windows, whole = geometry(1, 16), PeerGeometry(16, 4000, 2, 7, 0, 0)
+    with_windows, whole = geometry(1, 16), CacheLayout(16, 4000, 2, (AttentionGroup("full", 16),), 7, 0, 0)
     for remote, local, words in (
         (whole, with_windows, "full at the peer, full, window of 40, chunk of 64 here"),
         (with_windows, whole, "full, window of 40, chunk of 64 at the peer, full here"),
@@ -88,12 +85,34 @@ def test_what_differs_is_named_at_the_handshake():
         assert words in explain_layouts(remote, local)
 
 
-def test_a_server_of_one_group_says_of_it_what_it_always_said():
+class OldGroup(msgspec.Struct):
+    """An attention group, as version 8 reads it."""
+
+    tokens_per_page: int
+    reach: int | None = None
+    chunked: bool = False
+
+
+class OldGeometry(msgspec.Struct):
+    block_size: int
+    page_bytes: int
+    page_units: int
+    header_bytes: int
+    state_bytes: int
+    state_units: int
+    tp_size: int = 1
+    checkpoint_dtype: str = "float32"
+    state_dtype: str = "float32"
+    groups: tuple[OldGroup, ...] = ()
+
+
+def test_a_server_says_of_its_groups_what_it_always_said():
     """So that older ones read it."""
-    plain = CacheSpec(7, None, (AttentionSpec(2, 2, ROW),)).layout(16, 1)
-    assert geometry_of(plain, 1).groups == () and geometry_of(plain, 1).attention_groups == (PeerGroup(16),)
+    plain = CacheSpec(7, None, (AttentionSpec(2, 2, ROW),)).layout(16, 1, tp_size=2)
     window = CacheSpec(7, None, (AttentionSpec(2, 2, ROW, 40),)).layout(16, 1)
-    assert geometry_of(window, 1).groups == (PeerGroup(16, 40),)
+    for side, group, tp_size in ((plain, OldGroup(16), 2), (window, OldGroup(16, 40), 1)):
+        read = msgspec.msgpack.decode(encode(side), type=OldGeometry)
+        assert read == OldGeometry(16, side.page_bytes, 2, 7, 0, 0, tp_size, groups=(group,))
     assert np.prod([each.page_bytes for each in (plain, window)]) == (2 * 2 * 2 * ROW * 16) ** 2
 
 

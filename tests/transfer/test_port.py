@@ -13,7 +13,6 @@ from cairn.transfer.contract import (
     OfferedCheckpoint,
     PagesFree,
     Peer,
-    PeerGeometry,
     PullEnded,
     PullId,
     ReadOrder,
@@ -176,7 +175,7 @@ def test_a_peer_that_dies_between_two_chunks_fails_the_read():
     ("changed", "why"),
     [
         ({"ranks": ()}, "0 ranks"),
-        ({"geometry": PeerGeometry(16, 128, 1, 8, 100, 1)}, "128 bytes"),
+        ({"geometry": dataclasses.replace(GEOMETRY, page_bytes=128)}, "128 bytes"),
         ({"remote": range(3)}, "lists 3 pages, .* take 2"),
         ({"remote": (0, 99)}, "outside its page"),
         ({"ranks": (b"nobody",)}, "no link called"),

@@ -53,7 +53,7 @@ REPLIES = (
 )
 QUESTIONS = tuple(Question(3, record) for record in RECORDS)
 ANSWERS = tuple(Answer(3, record) for record in REPLIES)
-HELLO = Hello(VERSION, "engine", N16, N32, GEOMETRY)
+HELLO = Hello(VERSION, "engine", N16, N32, msgspec.Raw(msgspec.msgpack.encode(GEOMETRY)))
 WELCOME = Welcome(N16, Peer("engine", GEOMETRY, (b"rank 0", b"rank 1"), N32))
 KINDS = (greetings, greeting_answers, questions, answers)
 
@@ -300,6 +300,8 @@ def test_a_greeting_is_what_older_versions_say_and_read():
     fields = {"engine_id": "engine", "nonce": N16, "layout": N32, "geometry": geometry}
     older = fields | {"geometry": {name: value for name, value in geometry.items() if name != "groups"}}
     assert greetings().decode(msgspec.msgpack.encode({"type": "hello", "version": 5} | older)).version == 5
+    older["geometry"]["groups"] = [{"tokens_per_page": 16, "reach": 40, "chunked": False}]
+    assert greetings().decode(msgspec.msgpack.encode({"type": "hello", "version": 8} | older)).version == 8
     assert msgspec.msgpack.decode(greetings().encode(HELLO)) == {"type": "hello", "version": VERSION} | fields
     denied = {"type": "denied", "answers": N16, "text": "why"}
     assert msgspec.msgpack.decode(greeting_answers().encode(Denied(N16, "why"))) == denied

@@ -10,7 +10,7 @@ import random
 import numpy as np
 
 from cairn.cache.group_pages import GroupPages
-from cairn.cache.layout import AttentionGroup
+from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import (
     ContentName,
@@ -18,8 +18,6 @@ from cairn.transfer.contract import (
     Offer,
     OfferedCheckpoint,
     Peer,
-    PeerGeometry,
-    PeerGroup,
     PullSpec,
     num_range_pages,
 )
@@ -46,16 +44,15 @@ STATE_PAGES = 2
 LAYOUT = b"L" * 32
 HOST, PORT = "127.0.0.1", 5600
 PLAIN = ContentName()
-GEOMETRY = PeerGeometry(BLOCK, PAGE_BYTES, 1, 8, 100, 1)
 FULL = AttentionGroup("full", BLOCK)
+GEOMETRY = CacheLayout(BLOCK, PAGE_BYTES, 1, (FULL,), 8, 100, 1)
 LIMITED = (FULL, AttentionGroup("window", BLOCK, 40), AttentionGroup("chunk", BLOCK, 64, True))
 """The groups of a model with a window and a chunk beside attention of unlimited reach."""
 
 
-def geometry_with(groups) -> PeerGeometry:
+def geometry_with(groups) -> CacheLayout:
     """Pages of these attention groups."""
-    peer_groups = tuple(PeerGroup(group.tokens_per_page, group.reach, group.chunked) for group in groups)
-    return GEOMETRY if groups == (FULL,) else dataclasses.replace(GEOMETRY, groups=peer_groups)
+    return dataclasses.replace(GEOMETRY, groups=groups)
 
 
 def whole_pages(groups=(FULL,)) -> PairedPages:

@@ -54,7 +54,7 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Sizes of pages and checkpoints of one model on one rank. All sizes in bytes.
+    """Sizes of pages and checkpoints of one model on one of `tp_size` ranks. All sizes in bytes.
 
     `page_units` and `state_units` count the units of a page and of a checkpoint; the bytes of a page divide evenly
     among its units. `state_bytes`: 0 for a model without recurrent state.
@@ -75,6 +75,7 @@ class CacheLayout:
     state_units: Count
     checkpoint_dtype: str = "float32"
     state_dtype: str = "float32"
+    tp_size: Positive = 1
     pages_per_checkpoint: int = field(init=False, default=0)
     is_limited: bool = field(init=False, default=False)
     pages_to_resume: int = field(init=False, default=0)
@@ -103,6 +104,7 @@ class CacheLayout:
             header_bytes=num_ranks * self.header_bytes,
             state_bytes=num_ranks * self.state_bytes,
             state_units=num_ranks * self.state_units,
+            tp_size=1,
         )
 
     @property

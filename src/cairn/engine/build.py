@@ -204,7 +204,7 @@ class _CoreBuilder:
         if config.kv_transfer is None:
             return None
         pool = open_pool(runner.pool)
-        memory = RankMemory(pool, runner.layout, _model_units(self.opened), tp_size=tp_size)
+        memory = RankMemory(pool, runner.layout, _model_units(self.opened))
         content = layout_hash(self._content_facts())
         sockets = None if ranks.folder is None else RankSockets(ranks.folder, tp_size)
         channels = () if sockets is None else sockets.channels

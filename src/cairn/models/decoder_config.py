@@ -187,7 +187,7 @@ class DecoderConfig(ABC):
     ) -> CacheLayout:
         """Pages and checkpoints of one of `tp_size` ranks, the same on every rank: see `CacheSpec.layout`. Raises
         ConfigError as `cache_spec` does."""
-        return self.cache_spec(0, tp_size).layout(block_size, dtype_bytes, encoding)
+        return self.cache_spec(0, tp_size).layout(block_size, dtype_bytes, encoding, tp_size)
 
     def forward_sizes(self) -> ForwardSizes:
         """What computing a prompt's token takes, counted over the whole model."""

@@ -105,7 +105,9 @@ class CacheSpec:
     def memory_spec(self, dtype: "torch.dtype", device: "torch.device") -> MemorySpec:
         return MemorySpec(dtype, device, self.hidden_size, self.recurrent, self.attention)
 
-    def layout(self, block_size: int, dtype_bytes: int, encoding: StateEncoding | None = None) -> CacheLayout:
+    def layout(
+        self, block_size: int, dtype_bytes: int, encoding: StateEncoding | None = None, tp_size: int = 1
+    ) -> CacheLayout:
         """Bytes of pages and checkpoints; a number of keys, values, convolution and hidden state takes `dtype_bytes`,
         and checkpoints have the recurrent state as `encoding` says; None: as it is while it runs.
 
@@ -141,4 +143,5 @@ class CacheSpec:
             state_units=self.num_state_units,
             checkpoint_dtype=checkpoint_dtype,
             state_dtype=state_dtype,
+            tp_size=tp_size,
         )

@@ -104,7 +104,7 @@ def _match_pages(
 ) -> tuple[tuple[GroupPages, ...], tuple[GroupPages, ...]] | None:
     """Per attention group the peer's pages and those that they go to, no group where there are none; None if the peer
     grants others than were claimed."""
-    end, groups = granted.position, peer.geometry.attention_groups
+    end, groups = granted.position, peer.geometry.groups
     if not spec.pages and spec.source.nonce is None:
         # No page is needed here, or the model has no attention: what the peer grants beyond the state is ignored.
         return (), ()

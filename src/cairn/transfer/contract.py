@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from cairn.cache.group_pages import GroupPages, page_numbers
+from cairn.cache.layout import CacheLayout
 from cairn.step import GRID
 from cairn.transfer.links.contract import ReadState
 from cairn.types import Keys, Pages
@@ -21,10 +22,8 @@ from cairn.types import Keys, Pages
 LookupId = NewType("LookupId", int)
 PullId = NewType("PullId", int)
 
-_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
 _Description = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
-_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 PullNumber = Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -48,39 +47,6 @@ class ContentName:
     images: tuple[NamedImage, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PeerGroup:
-    """An attention group of a server: `tokens_per_page` may differ from another server's, the others may not. See
-    `cairn.cache.layout.AttentionGroup`."""
-
-    tokens_per_page: _Count
-    reach: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None = None
-    chunked: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PeerGeometry:
-    """How one rank of a server cuts its pages and checkpoints. Sizes in bytes, see `cairn.cache.layout`. `groups`:
-    empty for a server with one attention group of unlimited reach, whose pages have `block_size` tokens, or with
-    none."""
-
-    block_size: _Count
-    page_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
-    page_units: _Count
-    header_bytes: _Size
-    state_bytes: _Size
-    state_units: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
-    tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
-    checkpoint_dtype: Annotated[str, msgspec.Meta(max_length=64)] = "float32"
-    state_dtype: Annotated[str, msgspec.Meta(max_length=64)] = "float32"
-    groups: Annotated[tuple[PeerGroup, ...], msgspec.Meta(max_length=64)] = ()
-
-    @property
-    def attention_groups(self) -> tuple[PeerGroup, ...]:
-        """The attention groups; one of unlimited reach for a server without attention, too."""
-        return self.groups or (PeerGroup(self.block_size),)
-
-
 def num_range_pages(start: int, end: int, block_size: int) -> int:
     """How many pages of `block_size` tokens the tokens [start, end) lie in."""
     return -(-end // block_size) - start // block_size if start < end else 0
@@ -88,11 +54,12 @@ def num_range_pages(start: int, end: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A server, as others know it: this one, or one that has proved itself. `engine_id` is new at every start. `ranks`:
-    what its links say of themselves, one entry per rank. `layout`: `digest.layout_hash`."""
+    """A server, as others know it: this one, or one that has proved itself. `engine_id` is new at every start.
+    `geometry`: how its ranks cut pages and checkpoints; `ranks`: what their links say of themselves, one entry per
+    rank. `layout`: `digest.layout_hash`."""
 
     engine_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-    geometry: PeerGeometry
+    geometry: CacheLayout
     ranks: Annotated[tuple[_Description, ...], msgspec.Meta(min_length=1, max_length=1024)]
     layout: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 

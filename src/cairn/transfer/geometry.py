@@ -24,9 +24,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.cache.layout import CacheLayout, reach_name
+from cairn.cache.layout import AttentionGroup, CacheLayout, reach_name
 from cairn.errors import ConfigError
-from cairn.transfer.contract import PeerGeometry, PeerGroup, ReadOrder, num_range_pages
+from cairn.transfer.contract import ReadOrder, num_range_pages
 from cairn.transfer.links.contract import Descriptors, LinkError
 from cairn.types import Pages
 
@@ -115,8 +115,8 @@ class GroupPairing:
 class Pairing:
     """How one local rank reads from a peer, for every request: the pages of each attention group, and `states`."""
 
-    remote: PeerGeometry
-    local: PeerGeometry
+    remote: CacheLayout
+    local: CacheLayout
     groups: tuple[GroupPairing, ...]
     states: _Ranges
 
@@ -139,8 +139,7 @@ class Pairing:
         if order.remote_checkpoint is not None and order.local_checkpoint is not None:
             states = order.remote_checkpoint, order.local_checkpoint
             for name, pages, geometry in zip(("remote", "local"), states, (self.remote, self.local), strict=True):
-                need = max(1, -(-(geometry.header_bytes + geometry.state_bytes) // geometry.page_bytes))
-                _check_count(f"{name}_state", pages, need, "a checkpoint takes")
+                _check_count(f"{name}_state", pages, geometry.pages_per_checkpoint, "a checkpoint takes")
             parts.append(self._descriptors(self.states, *states))
         if not parts:
             return {}
@@ -155,25 +154,7 @@ class Pairing:
         return np.stack((rank, remote_pages[there_page], there_offset, local_pages[here_page], here_offset, size))
 
 
-def geometry_of(layout: CacheLayout, tp_size: int) -> PeerGeometry:
-    """The geometry of a server whose ranks have this layout."""
-    groups = tuple(PeerGroup(group.tokens_per_page, group.reach, group.chunked) for group in layout.groups)
-    is_plain = not groups or groups == (PeerGroup(layout.block_size),)
-    return PeerGeometry(
-        block_size=layout.block_size,
-        page_bytes=layout.page_bytes,
-        page_units=layout.page_units,
-        header_bytes=layout.header_bytes,
-        state_bytes=layout.state_bytes,
-        state_units=layout.state_units,
-        tp_size=tp_size,
-        checkpoint_dtype=layout.checkpoint_dtype,
-        state_dtype=layout.state_dtype,
-        groups=() if is_plain else groups,
-    )
-
-
-def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int) -> Pairing:
+def pair(model: ModelUnits, remote: CacheLayout, local: CacheLayout, rank: int) -> Pairing:
     """How local rank `rank` reads from a peer. Raises ConfigError where the two cannot hold the same model."""
     if not 0 <= rank < local.tp_size:
         raise ConfigError(f"rank {rank} is none of the {local.tp_size} of --tensor-parallel-size")
@@ -181,9 +162,9 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
     _check_states(model, remote, local)
     if not model.attention:
         _check_equal("page_bytes of a model without attention", remote.page_bytes, local.page_bytes)
-    elif len(model.attention) != len(local.attention_groups):
-        raise ConfigError(f"{len(local.attention_groups)} attention groups, the model has {len(model.attention)}")
-    sides = zip(remote.attention_groups, local.attention_groups, strict=True)
+    elif len(model.attention) != len(local.groups):
+        raise ConfigError(f"{len(local.groups)} attention groups, the model has {len(model.attention)}")
+    sides = zip(remote.groups, local.groups, strict=True)
     groups = [
         _pair_group(units, (remote, theirs), (local, ours), rank)
         for units, (theirs, ours) in zip(model.attention, sides, strict=False)
@@ -194,8 +175,8 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
 
 def _pair_group(
     units: AttentionUnits,
-    remote: tuple[PeerGeometry, PeerGroup],
-    local: tuple[PeerGeometry, PeerGroup],
+    remote: tuple[CacheLayout, AttentionGroup],
+    local: tuple[CacheLayout, AttentionGroup],
     rank: int,
 ) -> GroupPairing:
     """Of one attention group, as both sides have it."""
@@ -215,16 +196,14 @@ def _pair_group(
     )
 
 
-def check_peers(remote: PeerGeometry, local: PeerGeometry) -> None:
+def check_peers(remote: CacheLayout, local: CacheLayout) -> None:
     """Raises ConfigError for two servers whose states run in two dtypes, or are in two forms in checkpoints, and for
     those that keep keys and values by other attention groups."""
     for name, flag in (("state_dtype", "--mamba-ssm-cache-dtype"), ("checkpoint_dtype", "--checkpoint-dtype")):
         there, here = getattr(remote, name), getattr(local, name)
         if there != here:
             raise ConfigError(f"{name}: {there} at the peer, {here} here; start both with the same {flag}")
-    there, here = (
-        ", ".join(reach_name(group.reach, group.chunked) for group in side.attention_groups) for side in (remote, local)
-    )
+    there, here = (", ".join(reach_name(each.reach, each.chunked) for each in side.groups) for side in (remote, local))
     if there != here:
         raise ConfigError(f"attention groups: {there} at the peer, {here} here: both sides must serve the same model")
 
@@ -236,11 +215,11 @@ def _units_per_rank(what: str, total: int, tp_size: int) -> int:
     return max(1, total // tp_size)
 
 
-def _check_states(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry) -> None:
+def _check_states(model: ModelUnits, remote: CacheLayout, local: CacheLayout) -> None:
     unit_bytes = []
     for name, side in (("the peer's", remote), ("the own", local)):
         held = _units_per_rank("state units", model.state_units, side.tp_size) if model.state_units else 0
-        if (side.state_units if side.state_bytes else 0) != held or side.state_bytes % max(1, held):
+        if (side.state_units if side.state_bytes else 0) != held:
             raise ConfigError(
                 f"{name} checkpoints have {side.state_units} units in {side.state_bytes} bytes, but of the model's "
                 f"{model.state_units} a rank of {side.tp_size} holds {held}"
@@ -250,7 +229,7 @@ def _check_states(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry) 
     _check_equal("bytes of a state unit", *unit_bytes)
 
 
-def _unit_bytes(units: AttentionUnits, side: PeerGeometry, group: PeerGroup, name: str) -> int:
+def _unit_bytes(units: AttentionUnits, side: CacheLayout, group: AttentionGroup, name: str) -> int:
     """From one unit of a page to the next on this side, which has room for as many tokens as it says and no more."""
     held, tokens = _units_per_rank("kv heads", units.kv_heads, side.tp_size), group.tokens_per_page
     token_bytes = units.runs * units.row_bytes
@@ -268,7 +247,7 @@ def _check_equal(what: str, remote: int, local: int) -> None:
         raise ConfigError(f"{what}: {remote} at the peer, {local} here; both must serve the same model and dtype")
 
 
-def _state_ranges(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int) -> _Ranges:
+def _state_ranges(model: ModelUnits, remote: CacheLayout, local: CacheLayout, rank: int) -> _Ranges:
     """Of the header and each unit of a state."""
     header, held = local.header_bytes, local.state_units if model.state_units else 0
     owners, index = _owners(max(1, model.state_units), remote.tp_size, local, held, rank)
@@ -278,12 +257,12 @@ def _state_ranges(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, 
     return np.stack([np.concatenate(([begin], part)) for begin, part in zip(first, parts, strict=True)])
 
 
-def _home(remote_tp: int, local: PeerGeometry, rank: int) -> int:
+def _home(remote_tp: int, local: CacheLayout, rank: int) -> int:
     """The remote rank at the same place as this one: its first units, and whatever all have, come from there."""
     return rank * remote_tp // local.tp_size
 
 
-def _owners(total: int, remote_tp: int, local: PeerGeometry, held: int, rank: int) -> tuple[_Array, _Array]:
+def _owners(total: int, remote_tp: int, local: CacheLayout, held: int, rank: int) -> tuple[_Array, _Array]:
     """For each of this rank's `held` units the remote rank to read it from and its number there, int64 [held].
 
     Rank r of n holds the units from r * total // n on, and unit u is held by the ranks from u * n // total on. `_home`
@@ -326,7 +305,7 @@ class PairedPages:
     """What rank `rank` of a server of geometry `local` reads for an order, from peers of any sizes. Keeps the pairings
     with the latest 64 geometries."""
 
-    def __init__(self, model: ModelUnits, local: PeerGeometry, rank: int) -> None:
+    def __init__(self, model: ModelUnits, local: CacheLayout, rank: int) -> None:
         """Raises ConfigError where the own sizes cannot hold the model."""
         self._local = local
         self._pairing = lru_cache(_MAX_PAIRINGS)(lambda remote: pair(model, remote, local, rank))

@@ -10,8 +10,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
-from cairn.transfer.contract import Peer, PeerGeometry, WorkerSide
+from cairn.transfer.contract import Peer, WorkerSide
 from cairn.transfer.geometry import check_peers
 from cairn.transfer.peers import Address
 from cairn.transfer.stream import ConnectionLost, TlsStream
@@ -33,7 +36,7 @@ HANDSHAKE_SECONDS = 5.0
 """How long connecting and the answer to Hello may take."""
 
 _SILENT_SECONDS = 1.0
-_OTHER_LAYOUT = "the layouts differ: both sides must serve the same model with the same dtype and quantization"
+OTHER_LAYOUT = "the layouts differ: both sides must serve the same model with the same dtype and quantization"
 
 
 class PeerFailed(Exception):
@@ -44,7 +47,7 @@ class PeerFailed(Exception):
         self.is_silent = is_silent
 
 
-def explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
+def explain_layouts(remote: CacheLayout, local: CacheLayout) -> str:
     """Why two hashes of layouts differ, as far as the geometries tell."""
     try:
         check_peers(remote, local)
@@ -57,7 +60,7 @@ def explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
             "the same model, and both or neither with the head that drafts: have --speculative-config say mtp, or "
             "suffix, on both"
         )
-    return _OTHER_LAYOUT
+    return OTHER_LAYOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,9 @@ class ProducerSession:
     async def _greet(self) -> TlsStream:
         """The stream to a producer that serves the same layout. Raises ConnectionLost, PeerFailed."""
         me = self._tools.me
-        hello = Hello(VERSION, me.engine_id, self._tools.random(NONCE_BYTES), me.layout, me.geometry)
+        hello = Hello(
+            VERSION, me.engine_id, self._tools.random(NONCE_BYTES), me.layout, msgspec.Raw(encode(me.geometry))
+        )
         self._stream = stream = await self._tools.connect(self.address)
         await stream.send(encode(hello))
         while True:

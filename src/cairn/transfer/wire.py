@@ -18,13 +18,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.transfer.contract import Peer, PeerGeometry
+from cairn.cache.layout import CacheLayout
+from cairn.transfer.contract import Peer
 from cairn.types import Keys, Pages
 
-VERSION = 8
+VERSION = 9
 """Both sides must speak the same one. History: 1, the first; 2, claims without a lease are granted; 3, TLS below them;
 4, one record for all claims; 5, every claim names prefixes by marks and an end; 6, questions and answers
-with numbers; 7, pages by attention group; 8, a Welcome has a record of its sender, and what is confirmed is done.
+with numbers; 7, pages by attention group; 8, a Welcome has a record of its sender, and what is confirmed is done;
+9, a server says of its pages what its cache knows.
 Every version reads the Hello and the Denied of all others."""
 
 NONCE_BYTES = 16
@@ -72,13 +74,14 @@ class RefusalReason(Enum):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Opens a handshake. `engine_id`: the consumer's, new at every start."""
+    """Opens a handshake. `engine_id`: the consumer's, new at every start. `geometry`: its `CacheLayout`, of another
+    version whatever that says of it."""
 
     version: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     engine_id: Name
     nonce: Nonce
     layout: Hash
-    geometry: PeerGeometry
+    geometry: msgspec.Raw
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -185,7 +188,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     record: Reply
 
 
-def encode(record: msgspec.Struct) -> bytes:
+def encode(record: msgspec.Struct | CacheLayout) -> bytes:
     """Our own records always fit: what goes into them is bounded where it comes from."""
     frame = msgspec.msgpack.encode(record, enc_hook=encode_array)
     if len(frame) > MAX_FRAME_BYTES:
@@ -230,6 +233,7 @@ def decode_array(kind: object, data: object) -> NDArray[Any]:
 
 
 HELLO: Final = msgspec.msgpack.Decoder(Hello)
+GEOMETRY: Final = msgspec.msgpack.Decoder(CacheLayout)
 HELLO_ANSWER: Final = msgspec.msgpack.Decoder(Welcome | Denied)
 QUESTION: Final = msgspec.msgpack.Decoder(Question)
 ANSWER: Final = msgspec.msgpack.Decoder(Answer, dec_hook=decode_array)

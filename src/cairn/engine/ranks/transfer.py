@@ -86,7 +86,7 @@ def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_lin
     ConfigError where the link cannot reach the rank's memory."""
     decoded = msgspec.msgpack.decode(settings, type=_Settings)
     pool = open_pool(place.runner.pool)
-    memory = RankMemory(pool, place.runner.layout, decoded.units, place.rank, place.tp_size)
+    memory = RankMemory(pool, place.runner.layout, decoded.units, place.rank)
     link = make_link(decoded.host)
     worker = rank_worker(link, memory)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

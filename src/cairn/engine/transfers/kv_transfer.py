@@ -28,7 +28,7 @@ from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import KvSource, Peer, TransferRole
 from cairn.transfer.credentials import check_secret, derive_credentials
 from cairn.transfer.digest import SequenceIndex
-from cairn.transfer.geometry import ModelUnits, PairedPages, geometry_of
+from cairn.transfer.geometry import ModelUnits, PairedPages
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Link
 from cairn.transfer.links.gpu_paths import describe_gpu_paths
@@ -149,13 +149,12 @@ MakeLink = Callable[[str], Link]
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's `pool`. `units`: of the whole model, shared out among `tp_size` ranks."""
+    """One rank's `pool`. `units`: of the whole model, shared out among the ranks."""
 
     pool: PoolMemory
     layout: CacheLayout
     units: ModelUnits
     rank: int = 0
-    tp_size: int = 1
 
 
 def nixl_link(host: str) -> Link:
@@ -174,7 +173,7 @@ def rank_worker(link: Link, memory: RankMemory) -> LinkWorker:
     link.register(region)
     if region.device is not None:
         logger.info("--kv-transfer-config: %s", describe_gpu_paths(region.device))
-    pages = PairedPages(memory.units, geometry_of(memory.layout, memory.tp_size), memory.rank)
+    pages = PairedPages(memory.units, memory.layout, memory.rank)
     return LinkWorker(link, pages, memory.pool.fence)
 
 
@@ -197,7 +196,7 @@ def build_transfer(
     worker = RankedWorker(link, rank_worker(link, memory), ranks)
     described = _described(worker, clock)
     engine_id = str(uuid.uuid4())
-    me = Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described, layout_hash)
+    me = Peer(engine_id, memory.layout, described, layout_hash)
     listener = create_listener(config.host, config.port)
     event_loop, events = ClockedLoop(clock), EventQueue()
     channel = SideChannel(listener, derive_credentials(secret), event_loop)
@@ -215,7 +214,7 @@ def build_transfer(
         wait_seconds=config.lease_seconds,
     )
     transfers = Transfers(port, SequenceIndex(layout_hash), quota)
-    return KvTransfer(engine_id, config.host, channel.port, memory.tp_size, policy, port, loop, transfers)
+    return KvTransfer(engine_id, config.host, channel.port, memory.layout.tp_size, policy, port, loop, transfers)
 
 
 def _described(worker: RankedWorker, clock: Clock) -> tuple[bytes, ...]:
