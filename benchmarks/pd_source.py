@@ -41,7 +41,7 @@ def main() -> None:
     transfer.start(lambda: None)
     offer = Offer("bench", share.name, share.keys, model.parts(share.remote_pages), (share.held,))
     # While anything is leased the loop serves readers: the plain ways of reading need that to connect.
-    transfer.port.offer(offer)
+    transfer.loop.offer(offer)
     shared = os.memfd_create("cairn-bandwidth")
     os.truncate(shared, pool.nbytes)
     mapped = f"/proc/{os.getpid()}/fd/{shared}"
@@ -58,8 +58,8 @@ def main() -> None:
     print(json.dumps(place), flush=True)
     for line in sys.stdin:
         if line.strip() == "offer":
-            print(transfer.port.offer(offer), flush=True)
-        transfer.port.events()
+            print(transfer.loop.offer(offer), flush=True)
+        transfer.loop.events()
     transfer.loop.stop()
 
 

@@ -167,13 +167,13 @@ class _Puller:
 
     def move(self) -> None:
         """One pull; exactly one PullEnded comes of it."""
-        mine = self.transfer.port.pull(self.spec)
+        mine = self.transfer.loop.pull(self.spec)
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:
             self._happened.wait(until - time.monotonic())
             self._happened.clear()
             self.transfer.check()
-            for event in self.transfer.port.events():
+            for event in self.transfer.loop.events():
                 if isinstance(event, PullEnded) and event.pull == mine:
                     assert event.failure is None, event.failure
                     return

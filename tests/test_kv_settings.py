@@ -11,7 +11,8 @@ from cairn.cli import engine_config, main
 from cairn.cli.run import warn
 from cairn.engine.contract import KvTransferConfig
 from cairn.errors import ConfigError
-from cairn.settings.kv import free_side_channel_port, kv_transfer_settings, read_secret_file
+from cairn.paths import read_secret_file
+from cairn.settings.kv import free_side_channel_port, kv_transfer_settings
 from test_settings import load
 
 _PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"

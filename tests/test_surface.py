@@ -194,7 +194,7 @@ EXPORTED = {
     "cairn.settings.images": "MAX_IMAGES image_limit media_domains",
     "cairn.server.images": "MediaConnector",
     "cairn.settings.kv": "KvEventsSettings KvTransferExtra KvTransferSettings free_side_channel_port "
-    "kv_events_settings kv_transfer_settings peer_names read_secret_file side_channel",
+    "kv_events_settings kv_transfer_settings peer_names side_channel",
 }
 
 

@@ -1,15 +1,18 @@
-"""Paths among the settings: text that this process can write and read back, and files that can be written.
+"""Paths among the settings: text that this process can write and read back, files that can be written, and secrets.
 
 Everything is looked at before anything is loaded: what is wrong with a path is said within a second.
 """
 
 import errno
 import os
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from cairn.errors import ConfigError
+
+_MIN_SECRET, _MAX_SECRET = 16, 4096
 
 
 def check_encoding(value: object) -> None:
@@ -74,3 +77,33 @@ def check_output_file(flag: str, path: Path) -> None:
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}") from error
+
+
+def read_secret_file(path: Path) -> bytes:
+    """The secret that servers share. Raises ConfigError unless it is a file of 16 to 4096 bytes, a line's end not
+    counted, that is not everybody's.
+
+    The group may read it: that is how containers are given their secrets.
+    """
+    try:
+        # A pipe without a writer must not hold the start up.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"--kv-secret-file {path}: cannot be read: {error.strerror}") from error
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"--kv-secret-file {path}: must be a file")
+        if mode & stat.S_IRWXO:
+            raise ConfigError(f"--kv-secret-file {path}: must not be accessible to all users: chmod o= {path}")
+        secret = os.read(descriptor, _MAX_SECRET + 3).removesuffix(b"\n").removesuffix(b"\r")
+    finally:
+        os.close(descriptor)
+    size = len(secret)
+    if not _MIN_SECRET <= size <= _MAX_SECRET:
+        more = "or more " if size > _MAX_SECRET else ""
+        raise ConfigError(
+            f"--kv-secret-file {path}: holds {size} bytes {more}without the line's end; "
+            f"{_MIN_SECRET} to {_MAX_SECRET} are taken: head -c 32 /dev/urandom | base64 makes good ones"
+        )
+    return secret

@@ -33,6 +33,7 @@ class World:
         self.secret.chmod(0o600)
         self.other_secret = self.nursery.folder / "other"
         self.other_secret.write_text(SECRET[::-1])
+        self.other_secret.chmod(0o600)
         self.servers: dict[str, CoreProcess] = {}
         self.relays: list[Relay] = []
         self._relays: dict[str, list[Relay]] = {}

@@ -15,7 +15,7 @@ from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.specs import answers_to
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.engine.transfers.kv_transfer import KvTransfer, parse_role
-from cairn.engine.transfers.loop import EventQueue, TransferLoop, TransferPort
+from cairn.engine.transfers.loop import EventQueue, TransferLoop
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
@@ -129,15 +129,16 @@ class Server:
         ranks = RankedWorker(self.link, worker, ())
         tools = ConsumerTools(identity, ranks, self.channel.connect, random_bytes, event_loop)
         self.consumer = Consumer(tools, policy, world.clock, events.put)
-        self.port = TransferPort(event_loop, self.producer, self.consumer, events)
-        loop = TransferLoop(self.port, self.channel, ranks, memory.enter_thread)
+        self.port = TransferLoop(
+            event_loop, self.producer, self.consumer, events, self.channel, ranks, memory.enter_thread
+        )
         quota = LeaseQuota(
             max_leases=max_leases,
             max_leases_per_client=max_leases_per_client,
             wait_seconds=lease_seconds if wait_seconds is None else wait_seconds,
         )
         transfers = Transfers(self.port, SequenceIndex(layout_hash), quota)
-        self.kv = KvTransfer(engine_id, HOST, port, 1, policy, self.port, loop, transfers)
+        self.kv = KvTransfer(engine_id, HOST, port, 1, policy, self.port, transfers)
         placement = None if mode is None else placement_for(mode, block_size, False)
         self.cache = PrefixCache(self.layout, num_pages, CachePolicy(placement, ValuePerByte()))
         config = SchedulerConfig(

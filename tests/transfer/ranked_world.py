@@ -139,8 +139,7 @@ class Engine:
         self.producer = Producer(identity, limits, clock, randbytes, events.put)
         tools = ConsumerTools(identity, self.worker, self.channel.connect, randbytes, event_loop)
         self.consumer = Consumer(tools, PeerPolicy(), clock, events.put)
-        self.channel.listen(self.producer.serve)
-        self.door = TurnedPort(event_loop, self.producer, self.consumer, events)
+        self.door = TurnedPort(event_loop, self.producer, self.consumer, events, self.channel)
 
     def turn(self):
         """What the owner thread and the other ranks do once; returns the events."""

@@ -1,6 +1,7 @@
 """Both roles of an engine behind the scheduler's port, and the worker's planner."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_a_reference_through_a_proxy_and_back():
     assert world.port.is_idle
 
 
-class TestTransferPort(SchedulerSideContract):
+class TestTransferLoop(SchedulerSideContract):
     def side(self, max_pages):
         return World(max_pages=max_pages).port
 
@@ -264,7 +265,7 @@ def test_a_peer_that_has_read_is_served_a_while_longer():
 def test_every_command_has_the_thread_look_again():
     """It may be asleep until something comes by a socket: it would not see a lease expire."""
     world, looks, prompt = World(), [], np.arange(40)
-    world.port.changed = lambda: looks.append(len(looks))
+    world.port._changed = SimpleNamespace(set=lambda: looks.append(len(looks)))
     offer = Offer("cmpl-9", PLAIN, prompt, parts((1, 2, 3)), ())
     commands = (
         lambda: world.port.offer(offer),

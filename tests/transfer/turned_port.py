@@ -1,10 +1,13 @@
 """The scheduler's door to transfers, without a thread behind it."""
 
-from cairn.engine.transfers.loop import EventQueue, TransferPort
+from cairn.engine.transfers.loop import EventQueue, TransferLoop
 
 
-class TurnedPort(TransferPort):
-    """Looks at everything whenever its events are asked for."""
+class TurnedPort(TransferLoop):
+    """Looks at everything whenever its events are asked for. It drives no link: its world does."""
+
+    def __init__(self, event_loop, producer, consumer, events, channel):
+        super().__init__(event_loop, producer, consumer, events, channel, None, None)
 
     @property
     def is_idle(self):

@@ -114,7 +114,7 @@ class World:
         tools = ConsumerTools(identity, self.worker, self._connect, self.rng.randbytes, self.event_loop)
         self.consumer = Consumer(tools, self.policy, self.clock, self.events.put)
         self.restart()
-        self.port = TurnedPort(self.event_loop, self.p.producer, self.consumer, self.events)
+        self.port = TurnedPort(self.event_loop, self.p.producer, self.consumer, self.events, self.p.channel)
 
     @property
     def leases(self):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from cairn.cpu_isa import max_cpu_isa
 from cairn.errors import ConfigError, ModelError
 from cairn.http.tls import check_tls
+from cairn.paths import read_secret_file
 from cairn.setting_types import SERVED_DTYPES
 from cairn.settings.images import image_limit, media_domains
 from cairn.settings.sources import warn_of_service_links
@@ -70,7 +71,6 @@ def prepare_server(
     from cairn.server.generation_config import check_default_sampling, load_default_sampling
     from cairn.server.openai.prompts import parse_template_kwargs
     from cairn.server.options import ServerLimits
-    from cairn.settings.kv import read_secret_file
 
     # what is wrong is said before anything is downloaded
     chat_template = read_chat_template(settings.chat_template)
@@ -328,8 +328,8 @@ def _request_log(settings: "ServeSettings") -> "RequestLogConfig | None":
 
 def _kv_transfer(settings: "ServeSettings") -> "KvTransferConfig | None":
     from cairn.engine.contract import KvTransferConfig
-    from cairn.settings.kv import kv_transfer_settings, peer_names, read_secret_file, side_channel
-    from cairn.transfer.peers import PeerPolicy, is_loopback
+    from cairn.settings.kv import kv_transfer_settings, peer_names, side_channel
+    from cairn.transfer.peers import PeerPolicy
 
     asked = kv_transfer_settings(settings.kv_transfer_config)
     secret, peers = settings.kv_secret_file, peer_names(settings.kv_peer_allowlist)
@@ -340,11 +340,6 @@ def _kv_transfer(settings: "ServeSettings") -> "KvTransferConfig | None":
     if asked is None:
         return None
     host, port = side_channel()
-    if secret is None and not is_loopback(host):
-        raise ConfigError(
-            f"VLLM_NIXL_SIDE_CHANNEL_HOST: {host} is not loopback, and whoever may connect can read and write "
-            "this server's memory: give all servers the same --kv-secret-file"
-        )
     if importlib.util.find_spec("nixl") is None:
         raise ConfigError("--kv-transfer-config: needs NIXL, which is not installed: pip install 'cairn-serve[nixl]'")
     return KvTransferConfig(

@@ -121,7 +121,7 @@ def engine_stats(
         transfers=TransferStats(
             queried_tokens=counters.external_queries,
             received_tokens=counters.external_hits,
-            leased_pages=0 if transfer is None else transfer.port.producer.leases.num_pages,
+            leased_pages=0 if transfer is None else transfer.loop.producer.leases.num_pages,
             quarantined_pages=sum(len(pin.pages) for pin in transfers.quarantine.values()),
             num_open=len(transfers.fetching),
             fetches_by_stage={
@@ -130,7 +130,7 @@ def engine_stats(
                 "completed_waiting": len(transfers.ready),
             },
             num_failed=counters.failed_pulls,
-            num_skipped=0 if transfer is None else transfer.port.consumer.unresponsive.num_skipped,
+            num_skipped=0 if transfer is None else transfer.loop.consumer.unresponsive.num_skipped,
             expired_leases=counters.expired_offers,
             refused_kv_exports=dict(counters.refused_kv_exports),
             dropped_frames=0 if transfer is None else transfer.loop.dropped,

@@ -5,9 +5,7 @@ Everything wrong ends in a ConfigError of one line that names the flag, the JSON
 
 import os
 import re
-import stat
 from collections.abc import Mapping, MutableMapping
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,7 +21,6 @@ _HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 _PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _HOST = re.compile(r"[0-9A-Za-z._:-]{1,253}")
 _PORT = re.compile(r"[0-9]{1,5}")
-_MIN_SECRET, _MAX_SECRET = 16, 4096
 _SHOWN = 80
 
 
@@ -109,33 +106,3 @@ def peer_names(text: str | None) -> tuple[str, ...]:
         shown = str(text)[:_SHOWN]
         raise ConfigError(f"--kv-peer-allowlist: must be hosts as a,b or a JSON list of texts, not {shown!r}")
     return tuple(entries)
-
-
-def read_secret_file(path: Path) -> bytes:
-    """The secret that servers share. Raises ConfigError unless it is a file of 16 to 4096 bytes, a line's end not
-    counted, that is not everybody's.
-
-    The group may read it: that is how containers are given their secrets.
-    """
-    try:
-        # A pipe without a writer must not hold the start up.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(f"--kv-secret-file {path}: cannot be read: {error.strerror}") from error
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"--kv-secret-file {path}: must be a file")
-        if mode & stat.S_IRWXO:
-            raise ConfigError(f"--kv-secret-file {path}: must not be accessible to all users: chmod o= {path}")
-        secret = os.read(descriptor, _MAX_SECRET + 3).removesuffix(b"\n").removesuffix(b"\r")
-    finally:
-        os.close(descriptor)
-    size = len(secret)
-    if not _MIN_SECRET <= size <= _MAX_SECRET:
-        more = "or more " if size > _MAX_SECRET else ""
-        raise ConfigError(
-            f"--kv-secret-file {path}: holds {size} bytes {more}without the line's end; "
-            f"{_MIN_SECRET} to {_MAX_SECRET} are taken: head -c 32 /dev/urandom | base64 makes good ones"
-        )
-    return secret

@@ -50,11 +50,6 @@ class Consumer:
 
     async def _carry_out(self, pull: Pull) -> None:
         await pull.run()
-        source = pull.spec.source
-        if pull.is_silent and pull.session is not None and pull.session.failure is None:
-            # The next transfer begins with a new handshake: the peer may have forgotten this session.
-            pull.session.close("the peer did not answer")
-            self.unresponsive.add(source.address, source.engine_id)
         self._emit(pull.outcome)
         await pull.drain()
         del self._pulls[pull.id]

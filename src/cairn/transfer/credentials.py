@@ -17,7 +17,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-_MIN_SECRET = 16
 _SALT = b"cairn/side-channel/3"
 # Fixed, or two servers would not make the same certificate. RFC 5280, 4.1.2.5: the last date means "no end".
 _NOT_BEFORE = datetime.datetime(2020, 1, 1)
@@ -50,13 +49,6 @@ def derive_credentials(secret: bytes) -> TlsCredentials:
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()) + certificate.public_bytes(Encoding.PEM)
     der = certificate.public_bytes(Encoding.DER)
     return TlsCredentials(_context(ssl.PROTOCOL_TLS_SERVER, pem, der), _context(ssl.PROTOCOL_TLS_CLIENT, pem, der))
-
-
-def check_secret(secret: bytes) -> str | None:
-    """What is wrong with a secret, or None. An empty one means that there is none."""
-    if secret and len(secret) < _MIN_SECRET:
-        return f"the secret has {len(secret)} bytes; at least {_MIN_SECRET} are needed"
-    return None
 
 
 def _context(protocol: int, pem: bytes, certificate: bytes) -> ssl.SSLContext:

@@ -158,7 +158,8 @@ def pair(model: ModelUnits, remote: CacheLayout, local: CacheLayout, rank: int) 
     """How local rank `rank` reads from a peer. Raises ConfigError where the two cannot hold the same model."""
     if not 0 <= rank < local.tp_size:
         raise ConfigError(f"rank {rank} is none of the {local.tp_size} of --tensor-parallel-size")
-    check_peers(remote, local)
+    if (difference := find_difference(remote, local)) is not None:
+        raise ConfigError(difference)
     _check_states(model, remote, local)
     if not model.attention:
         _check_equal("page_bytes of a model without attention", remote.page_bytes, local.page_bytes)
@@ -196,16 +197,17 @@ def _pair_group(
     )
 
 
-def check_peers(remote: CacheLayout, local: CacheLayout) -> None:
-    """Raises ConfigError for two servers whose states run in two dtypes, or are in two forms in checkpoints, and for
-    those that keep keys and values by other attention groups."""
+def find_difference(remote: CacheLayout, local: CacheLayout) -> str | None:
+    """Why two servers cannot pair whose states run in two dtypes, or are in two forms in checkpoints, or that keep keys
+    and values by other attention groups."""
     for name, flag in (("state_dtype", "--mamba-ssm-cache-dtype"), ("checkpoint_dtype", "--checkpoint-dtype")):
         there, here = getattr(remote, name), getattr(local, name)
         if there != here:
-            raise ConfigError(f"{name}: {there} at the peer, {here} here; start both with the same {flag}")
+            return f"{name}: {there} at the peer, {here} here; start both with the same {flag}"
     there, here = (", ".join(reach_name(each.reach, each.chunked) for each in side.groups) for side in (remote, local))
     if there != here:
-        raise ConfigError(f"attention groups: {there} at the peer, {here} here: both sides must serve the same model")
+        return f"attention groups: {there} at the peer, {here} here: both sides must serve the same model"
+    return None
 
 
 def _units_per_rank(what: str, total: int, tp_size: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from cairn.transfer.contract import LookupId, LookupRequest, Peer
 from cairn.transfer.digest import DIGEST_BYTES
 from cairn.transfer.leases import Claimed, Lease, LeaseLimits, Leases
-from cairn.transfer.session import OTHER_LAYOUT, explain_layouts
+from cairn.transfer.session import explain_layouts
 from cairn.transfer.stream import ConnectionLost, TlsStream
 from cairn.transfer.wire import (
     GEOMETRY,
@@ -154,8 +154,7 @@ class Producer:
             refusal = f"protocol version {hello.version} here, {VERSION} there: run the same cairn on both"
         elif hello.layout != me.layout:
             # It is read at the other end.
-            theirs = self.frames.decode(hello.geometry, GEOMETRY)
-            refusal = OTHER_LAYOUT if theirs is None else explain_layouts(me.geometry, theirs)
+            refusal = explain_layouts(me.geometry, self.frames.decode(hello.geometry, GEOMETRY))
         answer = None if refusal is None else Denied(hello.nonce, refusal)
         async with asyncio.timeout(ROOM_SECONDS):
             await stream.send(encode(answer or Welcome(hello.nonce, me)))

@@ -57,7 +57,7 @@ class PullLimits:
 
 class Pull:
     """One transfer: `run`, then `drain`, by one `task`. Call `look` again and again meanwhile: a link makes no progress
-    by itself. `is_silent`: it failed because the peer did not answer."""
+    by itself."""
 
     def __init__(
         self, pull: PullId, spec: PullSpec, tools: ConsumerTools, session_with: Callable[[KvSource], ProducerSession]
@@ -67,7 +67,6 @@ class Pull:
         self.spec = spec
         self.state = PullState.HANDSHAKING
         self.failure: str | None = None
-        self.is_silent = False
         self.session: ProducerSession | None = None
         self._session_with = session_with
         self._tools = tools
@@ -120,7 +119,7 @@ class Pull:
                 # not this transfer is given up, but the thread ends
                 raise
         except PeerFailed as failure:
-            self.failure, self.is_silent = str(failure), failure.is_silent
+            self.failure = str(failure)
         except Exception as error:
             # One peer's doing must not end the thread that serves all of them.
             logger.exception("transfer %d of %s", self.id, self.spec.request_id)
@@ -199,8 +198,9 @@ class Pull:
         try:
             reply = await self.session.ask(request, seconds, number)
         except TimeoutError:
-            reason = f"no answer within {seconds:g} s while {self.state.value}"
-            raise PeerFailed(reason, is_silent=True) from None
+            # The next transfer begins with a new handshake: the peer may have forgotten this session.
+            self.session.close(PeerFailed("the peer did not answer", is_silent=True))
+            raise PeerFailed(f"no answer within {seconds:g} s while {self.state.value}") from None
         if isinstance(reply, Refused):
             if isinstance(request, Claim | Confirm):
                 # nothing to give back: the lease is not ours, or no longer

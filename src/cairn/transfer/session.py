@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 
 from cairn.cache.layout import CacheLayout
-from cairn.errors import ConfigError
 from cairn.transfer.contract import Peer, WorkerSide
-from cairn.transfer.geometry import check_peers
+from cairn.transfer.geometry import find_difference
 from cairn.transfer.peers import Address
 from cairn.transfer.stream import ConnectionLost, TlsStream
 from cairn.transfer.wire import (
@@ -36,7 +35,7 @@ HANDSHAKE_SECONDS = 5.0
 """How long connecting and the answer to Hello may take."""
 
 _SILENT_SECONDS = 1.0
-OTHER_LAYOUT = "the layouts differ: both sides must serve the same model with the same dtype and quantization"
+_OTHER_LAYOUT = "the layouts differ: both sides must serve the same model with the same dtype and quantization"
 
 
 class PeerFailed(Exception):
@@ -47,12 +46,12 @@ class PeerFailed(Exception):
         self.is_silent = is_silent
 
 
-def explain_layouts(remote: CacheLayout, local: CacheLayout) -> str:
-    """Why two hashes of layouts differ, as far as the geometries tell."""
-    try:
-        check_peers(remote, local)
-    except ConfigError as error:
-        return str(error)
+def explain_layouts(remote: CacheLayout, local: CacheLayout | None) -> str:
+    """Why two hashes of layouts differ, as far as the geometries tell. `local`: None where it cannot be read."""
+    if local is None:
+        return _OTHER_LAYOUT
+    if (difference := find_difference(remote, local)) is not None:
+        return difference
     there, here = (each.page_bytes // each.page_units // each.block_size for each in (remote, local))
     if there != here and remote.header_bytes == local.header_bytes:
         return (
@@ -60,7 +59,7 @@ def explain_layouts(remote: CacheLayout, local: CacheLayout) -> str:
             "the same model, and both or neither with the head that drafts: have --speculative-config say mtp, or "
             "suffix, on both"
         )
-    return OTHER_LAYOUT
+    return _OTHER_LAYOUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,8 @@ class ConsumerTools:
 
 
 class ProducerSession:
-    """`engine_id`: the engine that is expected at `address`. `heard` is called for each frame that comes, `ended` once.
-    Begins to connect at once. `closed`: done once it has ended."""
+    """`engine_id`: the engine that is expected at `address`, then the one that is there. `heard` is called for each
+    frame that comes, `ended` once. Begins to connect at once. `closed`: done once it has ended."""
 
     def __init__(
         self,
@@ -199,6 +198,6 @@ class ProducerSession:
             raise PeerFailed(f"refused by the peer: {answer.text}")
         if answer.peer.layout != me.layout:
             raise PeerFailed(explain_layouts(answer.peer.geometry, me.geometry))
-        self.peer = answer.peer
+        self.peer, self.engine_id = answer.peer, answer.peer.engine_id
         self._open.set_result(self.peer)
         return stream

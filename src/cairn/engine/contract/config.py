@@ -1,12 +1,14 @@
 """The engine's settings, declared once: `cairn serve` takes flags, variables and YAML keys from the fields here."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
+from cairn.errors import ConfigError
 from cairn.scheduler.speculation import SpeculativeConfig
 from cairn.setting_types import AttentionBackend, Bytes, BytesOrZero, Count, CountOrAuto, GdnPrefillBackend, GraphSizes
+from cairn.transfer.peers import is_loopback
 
 _MAX_COUNT = 1 << 24
 
@@ -50,8 +52,8 @@ class KvTransferConfig(LeaseOptions):
     with this configuration takes both.
 
     `host`, `port`: where the side channel listens, and what peers are told. `secret_file`: what peers must know, too;
-    None keeps everything on loopback. `peers`: hosts, addresses and networks that may be read from besides loopback.
-    `on_failure`: what becomes of a request whose pages do not arrive.
+    None keeps everything on loopback: any other host raises ConfigError. `peers`: hosts, addresses and networks that
+    may be read from besides loopback. `on_failure`: what becomes of a request whose pages do not arrive.
     """
 
     host: str = "localhost"
@@ -59,6 +61,15 @@ class KvTransferConfig(LeaseOptions):
     secret_file: str | None = None
     peers: tuple[str, ...] = ()
     on_failure: Literal["recompute", "fail"] = "recompute"
+
+    @model_validator(mode="after")
+    def _check_host(self) -> Self:
+        if self.secret_file is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"VLLM_NIXL_SIDE_CHANNEL_HOST: {self.host} is not loopback, and whoever may connect can read and write "
+                "this server's memory: give all servers the same --kv-secret-file"
+            )
+        return self
 
 
 class RequestLogConfig(BaseModel):

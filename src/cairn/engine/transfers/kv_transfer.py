@@ -19,14 +19,15 @@ import msgspec
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import KvTransferConfig, TransferReport
-from cairn.engine.transfers.loop import ClockedLoop, EventQueue, TransferLoop, TransferPort
+from cairn.engine.transfers.loop import ClockedLoop, EventQueue, TransferLoop
 from cairn.engine.transfers.side_channel import SideChannel, create_listener
-from cairn.errors import ConfigError, EngineDead, InvalidRequest
+from cairn.errors import EngineDead, InvalidRequest
+from cairn.paths import read_secret_file
 from cairn.scheduler.request import PromptOffer, Request
 from cairn.scheduler.transfers import LeaseQuota, Transfers
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import KvSource, Peer, TransferRole
-from cairn.transfer.credentials import check_secret, derive_credentials
+from cairn.transfer.credentials import derive_credentials
 from cairn.transfer.digest import SequenceIndex
 from cairn.transfer.geometry import ModelUnits, PairedPages
 from cairn.transfer.leases import LeaseLimits
@@ -42,7 +43,6 @@ from cairn.transfer.worker import LinkWorker
 from cairn.types import Clock
 
 _NAME = "kv_transfer_params"
-_MAX_SECRET = 4096
 _KEY_CHARS = 32
 _DESCRIBE_SECONDS = 60.0
 _LOOK_SECONDS = 0.001
@@ -60,7 +60,6 @@ class KvTransfer:
     side_port: int
     tp_size: int
     policy: PeerPolicy
-    port: TransferPort
     loop: TransferLoop
     transfers: Transfers
     resources: ExitStack = field(default_factory=ExitStack)
@@ -190,7 +189,7 @@ def build_transfer(
 
     Raises ConfigError that names the flag or variable, and EngineDead when a rank does not say how to read it.
     """
-    policy = _policy(config)
+    policy = PeerPolicy(config.peers, has_secret=config.secret_file is not None)
     secret = _secret(config.secret_file)
     link = make_link(config.host)
     worker = RankedWorker(link, rank_worker(link, memory), ranks)
@@ -206,15 +205,14 @@ def build_transfer(
     producer = Producer(me, limits, clock, os.urandom, events.put)
     tools = ConsumerTools(me, worker, channel.connect, os.urandom, event_loop)
     consumer = Consumer(tools, policy, clock, events.put)
-    port = TransferPort(event_loop, producer, consumer, events)
-    loop = TransferLoop(port, channel, worker, memory.pool.enter_thread)
+    loop = TransferLoop(event_loop, producer, consumer, events, channel, worker, memory.pool.enter_thread)
     quota = LeaseQuota(
         max_leases=config.max_leases,
         max_leases_per_client=config.max_leases_per_client,
         wait_seconds=config.lease_seconds,
     )
-    transfers = Transfers(port, SequenceIndex(layout_hash), quota)
-    return KvTransfer(engine_id, config.host, channel.port, memory.layout.tp_size, policy, port, loop, transfers)
+    transfers = Transfers(loop, SequenceIndex(layout_hash), quota)
+    return KvTransfer(engine_id, config.host, channel.port, memory.layout.tp_size, policy, loop, transfers)
 
 
 def _described(worker: RankedWorker, clock: Clock) -> tuple[bytes, ...]:
@@ -227,29 +225,12 @@ def _described(worker: RankedWorker, clock: Clock) -> tuple[bytes, ...]:
     return described
 
 
-def _policy(config: KvTransferConfig) -> PeerPolicy:
-    policy = PeerPolicy(config.peers, has_secret=config.secret_file is not None)
-    if config.secret_file is None and not is_loopback(config.host):
-        raise ConfigError(
-            f"VLLM_NIXL_SIDE_CHANNEL_HOST {config.host} is not loopback: whoever can connect may read and write this "
-            "server's memory; give it and its peers a shared secret by --kv-secret-file"
-        )
-    return policy
-
-
 def _secret(path: str | None) -> bytes:
     """The shared secret; empty without a file: then only loopback is allowed."""
-    if path is None:
-        logger.warning(
-            "transfers without --kv-secret-file: whatever listens on a port of this machine that a client names as "
-            "remote_port is believed, and every local process may read this server's cache"
-        )
-        return b""
-    try:
-        secret = Path(path).read_bytes().removesuffix(b"\n").removesuffix(b"\r")
-    except OSError as error:
-        raise ConfigError(f"--kv-secret-file {path}: cannot be read: {error.strerror}") from error
-    wrong = check_secret(secret) if secret else "it is empty"
-    if wrong is not None or len(secret) > _MAX_SECRET:
-        raise ConfigError(f"--kv-secret-file {path}: {wrong or f'a secret has at most {_MAX_SECRET} bytes'}")
-    return secret
+    if path is not None:
+        return read_secret_file(Path(path))
+    logger.warning(
+        "transfers without --kv-secret-file: whatever listens on a port of this machine that a client names as "
+        "remote_port is believed, and every local process may read this server's cache"
+    )
+    return b""

@@ -1,13 +1,13 @@
 """The thread that owns sockets and links: it carries out the scheduler's commands, serves other servers, drives reads.
 
     core's thread                      transfer thread
-    TransferPort  --- commands --->    TransferLoop  -> Producer, Consumer -> link
-                  <--- events -----
-                  ---- Leases ------------------------^
+    TransferLoop's  --- commands --->  its event loop  -> Producer, Consumer -> link
+    SchedulerSide   <--- events -----
+                    ---- Leases ----------------------^
 
-The scheduler never waits for an answer: the port numbers the pulls, and leases are made and counted at once. The thread
-runs an asyncio loop. It blocks while nothing is open, and polls while something is, because a link makes no progress by
-itself and never reports a peer that stands still.
+The scheduler never waits for an answer: pulls are numbered, and leases made and counted at once. The thread runs an
+asyncio loop. It blocks while nothing is open, and polls while something is, because a link makes no progress by itself
+and never reports a peer that stands still.
 """
 
 import asyncio
@@ -63,20 +63,35 @@ class EventQueue:
         return [self._events.popleft() for _ in range(len(self._events))]
 
 
-class TransferPort:
-    """A `SchedulerSide`. Leases are one object for both threads; what concerns pulls and lookups is done by
-    `event_loop`, and so in order. `changed` is called there after each command."""
+class TransferLoop:
+    """A `SchedulerSide`, and what is behind it: `turn` does everything once that does not come by a socket; `start`
+    makes a thread that does so until `stop`. Leases are one object for both threads; what concerns pulls and lookups is
+    done by `event_loop`, and so in order. `failure`: why the thread has ended. `enter_thread`: see `PoolMemory`."""
 
     def __init__(
-        self, event_loop: asyncio.AbstractEventLoop, producer: Producer, consumer: Consumer, events: EventQueue
+        self,
+        event_loop: asyncio.AbstractEventLoop,
+        producer: Producer,
+        consumer: Consumer,
+        events: EventQueue,
+        channel: SideChannel,
+        ranks: RankedWorker,
+        enter_thread: Callable[[], None],
     ) -> None:
         self.event_loop = event_loop
         self.producer = producer
         self.consumer = consumer
-        self.pending = events
-        self.changed: Callable[[], None] = lambda: None
+        self.failure: str | None = None
         self._leases = producer.leases
+        self._events = events
+        self._channel = channel
+        self._ranks = ranks
+        self._enter_thread = enter_thread
         self._pulls = 0
+        self._changed = asyncio.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        channel.listen(producer.serve)
 
     def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
         return self._leases.fits(demand, promised)
@@ -106,58 +121,26 @@ class TransferPort:
         self._post(self.consumer.abort, pull)
 
     def events(self) -> list[Event]:
-        return [*self.pending.take(), *self._leases.take_ended()]
-
-    def _post(self, command: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
-        def carry_out() -> None:
-            command(*arguments)
-            self.changed()
-
-        # the thread may have ended, which `KvTransfer.check` reports
-        with contextlib.suppress(RuntimeError):
-            self.event_loop.call_soon_threadsafe(carry_out)
-
-
-class TransferLoop:
-    """`turn` does everything once that does not come by a socket; `start` makes a thread that does so until `stop`.
-    `failure`: why the thread has ended. `enter_thread`: see `PoolMemory`."""
-
-    def __init__(
-        self,
-        port: TransferPort,
-        channel: SideChannel,
-        ranks: RankedWorker,
-        enter_thread: Callable[[], None],
-    ) -> None:
-        self._port = port
-        self._channel = channel
-        self._ranks = ranks
-        self._enter_thread = enter_thread
-        self._stopping = False
-        self._changed = asyncio.Event()
-        self._thread: threading.Thread | None = None
-        self.failure: str | None = None
-        port.changed = self._changed.set
-        channel.listen(port.producer.serve)
+        return [*self._events.take(), *self._leases.take_ended()]
 
     @property
     def dropped(self) -> int:
         """Frames that were no record of the protocol, and connections that ended before their peer was
         authenticated."""
-        readers = (self._port.producer.frames, self._port.consumer.frames, self._ranks.frames)
+        readers = (self.producer.frames, self.consumer.frames, self._ranks.frames)
         return self._channel.dropped + sum(frames.dropped for frames in readers)
 
     def start(self, notify: Callable[[], None]) -> None:
         """`notify` is called when there are events for the scheduler."""
-        self._port.pending.notify = notify
+        self._events.notify = notify
         self._thread = threading.Thread(target=self._run, name="cairn-transfer", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread; close link and sockets. The memory must stay: reads may still write to it."""
         if self._thread is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
-                self._port.event_loop.call_soon_threadsafe(self._stop)
+            self._stopping = True
+            self._post(self._leases.expire)
             self._thread.join(_STOP_SECONDS)
             if self._thread.is_alive():
                 logger.warning("the transfer thread did not end within %g s", _STOP_SECONDS)
@@ -167,49 +150,53 @@ class TransferLoop:
             logger.warning("%d reads were still under way", writing)
         if self._thread is None:
             self._channel.close()
-            self._port.event_loop.close()
+            self.event_loop.close()
 
     def turn(self) -> None:
         """Drive the links, and look at what time has done."""
-        self._port.consumer.look()
-        leases = self._port.producer.leases
-        if leases.expire():
-            self._port.pending.notify()
-        self._ranks.serve(leases.may_be_read)
+        self.consumer.look()
+        if self._leases.expire():
+            self._events.notify()
+        self._ranks.serve(self._leases.may_be_read)
+
+    def _post(self, command: Callable[[*_Arguments], object], *arguments: *_Arguments) -> None:
+        """Have the thread carry it out, and look again at what is open."""
+
+        def carry_out() -> None:
+            command(*arguments)
+            self._changed.set()
+
+        # the thread may have ended, which `KvTransfer.check` reports
+        with contextlib.suppress(RuntimeError):
+            self.event_loop.call_soon_threadsafe(carry_out)
 
     @property
-    def timeout(self) -> float | None:
+    def _timeout(self) -> float | None:
         """Seconds until the next turn at the latest, None for ever."""
-        if self._port.consumer.num_open:
+        if self.consumer.num_open:
             return _READING_SECONDS
-        if not self._port.producer.is_idle:
+        if not self.producer.is_idle:
             return _SERVING_SECONDS
-        if self._port.producer.leases.may_be_read:
-            return _LINGERING_SECONDS
-        return None
-
-    def _stop(self) -> None:
-        self._stopping = True
-        self._changed.set()
+        return _LINGERING_SECONDS if self._leases.may_be_read else None
 
     def _run(self) -> None:
         try:
             self._enter_thread()
-            with asyncio.Runner(loop_factory=lambda: self._port.event_loop) as runner:
+            with asyncio.Runner(loop_factory=lambda: self.event_loop) as runner:
                 runner.run(self._serve())
         except Exception as error:
             logger.exception("the transfer thread has ended")
             self.failure = f"{type(error).__name__}: {error}"
-            self._port.pending.notify()
+            self._events.notify()
 
     async def _serve(self) -> None:
         try:
             while not self._stopping:
                 self.turn()
                 self._changed.clear()
-                seconds = self.timeout
+                seconds = self._timeout
                 # an asyncio.timeout costs as much as the turn
-                timer = None if seconds is None else self._port.event_loop.call_later(seconds, self._changed.set)
+                timer = None if seconds is None else self.event_loop.call_later(seconds, self._changed.set)
                 await self._changed.wait()
                 if timer is not None:
                     timer.cancel()
