@@ -129,10 +129,7 @@ class Engine:
         self.running = set(range(tp_size))
         first = self.ranks[0]
         self.worker = RankedWorker(first.link, first.worker, [near for near, _ in self.channels])
-        assert (self.worker.describe() is None) == (tp_size > 1)
-        for servant in self.servants:
-            servant.turn()
-        identity = Peer(name, self.geometry, self.worker.describe(), LAYOUT)
+        identity = Peer(name, self.geometry, tuple(rank.link.describe() for rank in self.ranks), LAYOUT)
         clock, randbytes, event_loop = world.clock, world.rng.randbytes, world.event_loop
         limits, events = LeaseLimits(max_pages=max_pages), EventQueue()
         self.channel = world.network.channel("127.0.0.1", port, event_loop)

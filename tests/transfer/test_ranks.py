@@ -21,8 +21,6 @@ from cairn.transfer.contract import (
 from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.ranks import (
     CancelRead,
-    Describe,
-    Described,
     RankedWorker,
     RankServant,
     Serve,
@@ -77,8 +75,8 @@ def comparable(value):
     return value
 
 
-TO = (order(), CancelRead(7), Serve(True), Describe())
-FROM = (ReadEnded(7, DONE), ReadEnded(7, FAILED, "why"), ReadEnded(7, DONE, volume=Volume(5, 2)), Described(b"link"))
+TO = (order(), CancelRead(7), Serve(True))
+FROM = (ReadEnded(7, DONE), ReadEnded(7, FAILED, "why"), ReadEnded(7, DONE, volume=Volume(5, 2)))
 
 
 @pytest.mark.parametrize(("record", "frames"), [*((r, to_rank) for r in TO), *((r, from_rank) for r in FROM)])
@@ -266,16 +264,6 @@ def test_a_rank_that_does_not_answer_keeps_its_read_open_for_ever():
     assert polled(ranks.worker, ONE) is CANCELLED
 
 
-def test_descriptions_are_collected_in_the_order_of_ranks():
-    ranks = Ranks()
-    assert ranks.worker.describe() is None
-    ranks.turn(1)
-    assert ranks.worker.describe() is None
-    ranks.turn()
-    assert ranks.worker.describe() == (b"link 0", b"link 1", b"link 2") == ranks.worker.describe()
-    assert Ranks(1).worker.describe() == (b"link 0",)
-
-
 def test_ranks_make_progress_while_a_lease_is_open_and_are_idle_otherwise():
     ranks = Ranks()
     ranks.worker.serve(False)
@@ -295,13 +283,13 @@ def test_ranks_make_progress_while_a_lease_is_open_and_are_idle_otherwise():
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"\xc1", b"\x91" * 9999, b"\x80\x04K\x01.", from_rank().encode(Described(b"x"))]
+    "frame", [b"", b"\xc1", b"\x91" * 9999, b"\x80\x04K\x01.", from_rank().encode(ReadEnded(7, DONE))]
 )
 def test_what_is_no_record_is_dropped_at_both_ends_and_counted(frame):
     ranks = Ranks(2)
     near, far = ranks.channels[0]
     near.send(frame)
-    far.send(frame if frame[:1] != b"\x82" else to_rank().encode(CancelRead(1)))
+    far.send(frame if frame[:1] != b"\x85" else to_rank().encode(CancelRead(1)))
     ranks.turn()
     ranks.worker.start(order())
     ranks.turn()

@@ -207,8 +207,8 @@ class _CoreBuilder:
         memory = RankMemory(pool, runner.layout, _model_units(self.opened))
         content = layout_hash(self._content_facts())
         sockets = None if ranks.folder is None else RankSockets(ranks.folder, tp_size)
-        channels = () if sockets is None else sockets.channels
-        transfer = build_transfer(config.kv_transfer, memory, content, self.clock, make_link=make_link, ranks=channels)
+        others = () if sockets is None else sockets.others
+        transfer = build_transfer(config.kv_transfer, memory, content, self.clock, make_link=make_link, ranks=others)
         if sockets is not None:
             transfer.resources.callback(sockets.close)
         return transfer

@@ -1,7 +1,7 @@
 """The reads of all ranks of a server as one: what rank 0 does, and what every other rank does.
 
     RankedWorker (rank 0)   own LinkWorker
-        | RankChannel       ReadOrder, CancelRead, Serve, Describe -> ReadEnded, Described
+        | RankChannel       ReadOrder, CancelRead, Serve -> ReadEnded
     RankServant (rank r)    own Link, own LinkWorker
 
 The records are plain msgpack. Both ends are processes of one server, started together from the same version, and nobody
@@ -50,29 +50,19 @@ class Serve(msgspec.Struct, frozen=True, tag="serve"):
     on: bool
 
 
-class Describe(msgspec.Struct, frozen=True, tag="describe"):
-    """Ask for the description of the rank's link."""
-
-
-class Described(msgspec.Struct, frozen=True, tag="described"):
-    """Answers Describe."""
-
-    description: bytes
-
-
-ToRank: TypeAlias = ReadOrder | CancelRead | Serve | Describe
-FromRank: TypeAlias = ReadEnded | Described
+ToRank: TypeAlias = ReadOrder | CancelRead | Serve
 
 
 TO_RANK: Final = msgspec.msgpack.Decoder(ToRank, dec_hook=decode_array)
-FROM_RANK: Final = msgspec.msgpack.Decoder(FromRank)
+FROM_RANK: Final = msgspec.msgpack.Decoder(ReadEnded)
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """`states`: by rank. `end`: the state of all once none is READING. `volume`: of the ranks that have ended."""
+    """`reading`: the ranks where it is not over. `end`: the state once it is over on all. `volume`: of the ranks that
+    have ended."""
 
-    states: list[ReadState]
+    reading: set[int]
     end: ReadState = ReadState.DONE
     failure: str = ""
     volume: Volume = field(default_factory=Volume)
@@ -88,19 +78,7 @@ class RankedWorker:
         self._channels = tuple(channels)
         self.frames = FrameReader()
         self._reads: dict[PullId, _Read] = {}
-        self._descriptions: dict[int, bytes] = {}
         self._serving = False
-
-    def describe(self) -> tuple[bytes, ...] | None:
-        """The descriptions of all ranks' links, for `Peer.ranks`; None until all have answered. Call it again and
-        again; the caller has the deadline."""
-        if not self._descriptions:
-            self._descriptions[0] = self.link.describe()
-            self._broadcast(Describe())
-        self._receive()
-        if len(self._descriptions) <= len(self._channels):
-            return None
-        return tuple(self._descriptions[rank] for rank in range(1 + len(self._channels)))
 
     def serve(self, on: bool) -> None:
         """Whether peers may be reading from here: then the other ranks make progress by themselves, and this one
@@ -115,7 +93,7 @@ class RankedWorker:
         if sum(map(len, order.peer.ranks)) > _MAX_DESCRIPTIONS:
             raise LinkError(f"the peer's ranks have descriptions of more than {_MAX_DESCRIPTIONS} bytes")
         self._worker.start(order)
-        self._reads[order.pull] = _Read([ReadState.READING] * (1 + len(self._channels)))
+        self._reads[order.pull] = _Read(set(range(1 + len(self._channels))))
         self._broadcast(order)
 
     def poll(self, pull: PullId) -> ReadEnded | None:
@@ -123,9 +101,9 @@ class RankedWorker:
         read = self._reads.get(pull)
         if read is None:
             raise AssertionError(f"pull {pull} has no read")
-        if read.states[0] is ReadState.READING and (ended := self._worker.poll(pull)) is not None:
+        if 0 in read.reading and (ended := self._worker.poll(pull)) is not None:
             self._end(0, ended)
-        if ReadState.READING in read.states:
+        if read.reading:
             return None
         del self._reads[pull]
         return ReadEnded(pull, read.end, read.failure, read.volume)
@@ -136,7 +114,7 @@ class RankedWorker:
 
     def _end(self, rank: int, ended: ReadEnded) -> None:
         read = self._reads[ended.pull]
-        read.states[rank] = ended.state
+        read.reading.discard(rank)
         read.volume += ended.volume
         if ended.failure:
             read.failure = f"rank {rank}: {ended.failure}"
@@ -149,11 +127,11 @@ class RankedWorker:
         if read.end is not ReadState.DONE:
             return
         read.end = end
-        if read.states[0] is ReadState.READING:
-            self._worker.cancel(pull)
-        for channel, state in zip(self._channels, read.states[1:], strict=True):
-            if state is ReadState.READING:
-                channel.send(encode(CancelRead(pull)))
+        for rank in read.reading:
+            if rank == 0:
+                self._worker.cancel(pull)
+            else:
+                self._channels[rank - 1].send(encode(CancelRead(pull)))
 
     def _broadcast(self, record: ToRank) -> None:
         frame = encode(record)
@@ -163,14 +141,11 @@ class RankedWorker:
     def _receive(self) -> None:
         for rank, channel in enumerate(self._channels, 1):
             for frame in channel.receive():
-                match self.frames.decode(frame, FROM_RANK):
-                    case Described(description=description):
-                        self._descriptions[rank] = description
-                    case ReadEnded(pull=pull) as ended:
-                        read = self._reads.get(pull)
-                        if read is None or read.states[rank] is not ReadState.READING:
-                            self.frames.dropped += 1
-                            continue
+                if (ended := self.frames.decode(frame, FROM_RANK)) is not None:
+                    read = self._reads.get(ended.pull)
+                    if read is None or rank not in read.reading:
+                        self.frames.dropped += 1
+                    else:
                         self._end(rank, ended)
 
 
@@ -195,31 +170,25 @@ class RankServant:
         """Handle the frames that have come, drive the reads, answer those that have ended."""
         for frame in self._channel.receive():
             match self.frames.decode(frame, TO_RANK):
+                case ReadOrder(pull=pull) if pull in self._open:
+                    self.frames.dropped += 1
                 case ReadOrder() as order:
                     self._start(order)
                 case CancelRead(pull=pull) if pull in self._open:
                     self._worker.cancel(pull)
                 case Serve(on=on):
                     self._serving = on
-                case Describe():
-                    self._send(Described(self._link.describe()))
         for pull in list(self._open):
             if (ended := self._worker.poll(pull)) is not None:
                 self._open.discard(pull)
-                self._send(ended)
+                self._channel.send(encode(ended))
         if self._serving:
             self._link.progress()
 
     def _start(self, order: ReadOrder) -> None:
-        if order.pull in self._open:
-            self.frames.dropped += 1
-            return
         try:
             self._worker.start(order)
         except LinkError as error:
-            self._send(ReadEnded(order.pull, ReadState.FAILED, str(error)))
+            self._channel.send(encode(ReadEnded(order.pull, ReadState.FAILED, str(error))))
         else:
             self._open.add(order.pull)
-
-    def _send(self, record: FromRank) -> None:
-        self._channel.send(encode(record))

@@ -17,7 +17,7 @@ from cairn.engine.ranks.worker import RankPlace, service_thread
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import MakeLink, RankMemory, nixl_link, rank_worker
 from cairn.transfer.geometry import ModelUnits
-from cairn.transfer.ranks import RankServant
+from cairn.transfer.ranks import RankChannel, RankServant
 from cairn.transfer.wire import MAX_FRAME_BYTES
 
 _QUEUED_FRAMES = 4096
@@ -62,13 +62,15 @@ class _SocketChannel:
 
 
 class RankSockets:
-    """Rank 0's sockets to the other ranks."""
+    """Rank 0's sockets to the other ranks. `others`: of each its channel, and the description of its link."""
 
     def __init__(self, folder: Path, tp_size: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.channels = [_SocketChannel(self._context) for _ in range(1, tp_size)]
-        for rank, channel in enumerate(self.channels, 1):
+        self.others: list[tuple[RankChannel, bytes]] = []
+        for rank in range(1, tp_size):
+            channel = _SocketChannel(self._context)
             channel.socket.connect(_address(folder, rank))
+            self.others.append((channel, _description_of(folder, rank).read_bytes()))
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -82,8 +84,9 @@ def rank_service(host: str, units: ModelUnits) -> RankService:
 
 @contextmanager
 def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_link) -> Iterator[None]:
-    """Carries out reads of this rank's share from a thread of its own, as long as the context is open. Raises
-    ConfigError where the link cannot reach the rank's memory."""
+    """Carries out reads of this rank's share from a thread of its own, as long as the context is open. What others need
+    to read from its link is in a file of the private folder then. Raises ConfigError where the link cannot reach the
+    rank's memory."""
     decoded = msgspec.msgpack.decode(settings, type=_Settings)
     pool = open_pool(place.runner.pool)
     memory = RankMemory(pool, place.runner.layout, decoded.units, place.rank)
@@ -92,6 +95,7 @@ def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_lin
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = _SocketChannel(context)
     channel.socket.bind(_address(place.folder, place.rank))
+    _description_of(place.folder, place.rank).write_bytes(link.describe())
     servant = RankServant(link, worker, channel)
     stopping = threading.Event()
 
@@ -112,3 +116,7 @@ def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_lin
 
 def _address(folder: Path, rank: int) -> str:
     return f"ipc://{folder}/transfer-{rank}"
+
+
+def _description_of(folder: Path, rank: int) -> Path:
+    return folder / f"transfer-{rank}.link"

@@ -8,7 +8,6 @@ do_remote_prefill + a reference                a source with a lease            
 
 import logging
 import os
-import threading
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -44,8 +43,6 @@ from cairn.types import Clock
 
 _NAME = "kv_transfer_params"
 _KEY_CHARS = 32
-_DESCRIBE_SECONDS = 60.0
-_LOOK_SECONDS = 0.001
 
 logger = logging.getLogger(__name__)
 
@@ -183,17 +180,20 @@ def build_transfer(
     clock: Clock,
     *,
     make_link: MakeLink = nixl_link,
-    ranks: Sequence[RankChannel] = (),
+    ranks: Sequence[tuple[RankChannel, bytes]] = (),
 ) -> KvTransfer:
-    """`ranks`: the channels to the other ranks' servants.
-
-    Raises ConfigError that names the flag or variable, and EngineDead when a rank does not say how to read it.
-    """
+    """`ranks`: the channels to the other ranks' servants, and the descriptions of their links. Raises ConfigError that
+    names the flag or variable."""
     policy = PeerPolicy(config.peers, has_secret=config.secret_file is not None)
-    secret = _secret(config.secret_file)
+    secret = b"" if config.secret_file is None else read_secret_file(Path(config.secret_file))
+    if not secret:
+        logger.warning(
+            "transfers without --kv-secret-file: whatever listens on a port of this machine that a client names as "
+            "remote_port is believed, and every local process may read this server's cache"
+        )
     link = make_link(config.host)
-    worker = RankedWorker(link, rank_worker(link, memory), ranks)
-    described = _described(worker, clock)
+    worker = RankedWorker(link, rank_worker(link, memory), [channel for channel, _ in ranks])
+    described = (link.describe(), *(description for _, description in ranks))
     engine_id = str(uuid.uuid4())
     me = Peer(engine_id, memory.layout, described, layout_hash)
     listener = create_listener(config.host, config.port)
@@ -213,24 +213,3 @@ def build_transfer(
     )
     transfers = Transfers(loop, SequenceIndex(layout_hash), quota)
     return KvTransfer(engine_id, config.host, channel.port, memory.layout.tp_size, policy, loop, transfers)
-
-
-def _described(worker: RankedWorker, clock: Clock) -> tuple[bytes, ...]:
-    """The descriptions of all ranks' links."""
-    waiting, until = threading.Event(), clock.now() + _DESCRIBE_SECONDS
-    while (described := worker.describe()) is None:
-        if clock.now() >= until:
-            raise EngineDead(f"not every rank has described its memory within {_DESCRIBE_SECONDS:g} s")
-        waiting.wait(_LOOK_SECONDS)
-    return described
-
-
-def _secret(path: str | None) -> bytes:
-    """The shared secret; empty without a file: then only loopback is allowed."""
-    if path is not None:
-        return read_secret_file(Path(path))
-    logger.warning(
-        "transfers without --kv-secret-file: whatever listens on a port of this machine that a client names as "
-        "remote_port is believed, and every local process may read this server's cache"
-    )
-    return b""
