@@ -40,7 +40,8 @@ class TurnedChannel:
 
     @property
     def num_connections(self) -> int:
-        return self.channel.num_connections
+        """Open connections, those of unauthenticated peers included."""
+        return len(self.channel._streams)
 
     @property
     def dropped(self) -> int:

@@ -9,10 +9,7 @@ import random
 from pd_world import REMOTE_DECODE, Server, World
 
 from cairn.cache.sequence_blocks import Namespace
-from cairn.transfer.pull import PullState
 from doubles.memory_link import Fault
-
-CLAIMED = (PullState.READING, PullState.CONFIRMING)
 
 
 class Round:
@@ -64,12 +61,9 @@ class Round:
             self.turn()
         return False
 
-    def pull_state(self) -> PullState | None:
-        pulls = list(self.d.consumer._pulls.values())
-        return pulls[0].state if pulls else None
-
     def reading(self, least: int = 0) -> bool:
-        return self.pull_state() is PullState.READING and len(self.d.link.moved) >= least
+        pull = next(iter(self.d.consumer._pulls.values()), None)
+        return pull is not None and pull.is_reading and not pull.is_over and len(self.d.link.moved) >= least
 
     def somewhere(self) -> None:
         """A random moment of the transfer."""

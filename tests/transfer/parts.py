@@ -5,7 +5,6 @@ import numpy as np
 from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup
 from cairn.transfer.links.contract import ReadState
-from cairn.transfer.pull import PullState
 
 
 def parts(pages, start=0, block=16):
@@ -38,4 +37,4 @@ def num_active(leases) -> int:
 
 def num_quarantined(consumer) -> int:
     """Pulls that have ended and whose pages may still be written to."""
-    return sum(pull.state is PullState.ABANDONED for pull in consumer._pulls.values())
+    return sum(pull.is_over and pull.is_reading for pull in consumer._pulls.values())

@@ -15,18 +15,19 @@ from cairn.transfer.contract import (
     LookupRequest,
     Offer,
     PagesFree,
+    Peer,
     PullEnded,
     PullId,
     SchedulerSide,
 )
 from cairn.transfer.digest import ContentDigest, SequenceIndex
 from cairn.transfer.leases import Claimed, LeaseLimits, Leases, LeaseState
-from cairn.transfer.producer import ContentLookups
+from cairn.transfer.producer import Producer
 from cairn.transfer.wire import Claim, Granted, RefusalReason
 from cairn.types import ManualClock
 from transfer.parts import granted_numbers, num_active, numbers, parts
 from transfer.ranked_world import LAYOUT, PLAIN, World, content_spec_of, leased_spec_of, moves, offer_of
-from transfer.world import keys
+from transfer.world import GEOMETRY, keys
 from turned_loop import TurnedLoop
 
 PROMPT = keys(500)
@@ -162,9 +163,9 @@ def test_no_answer_in_time_is_a_refusal_and_a_late_one_ends_at_once():
     case = Case()
     case.ask()
     case.world.clock.advance(1.9)
-    assert case.run() == [] and case.p.producer.lookups.num_open == 1
+    assert case.run() == [] and len(case.p.producer._lookups) == 1
     case.world.clock.advance(0.1)
-    assert "not_cached" in case.run()[0].failure and case.p.producer.lookups.num_open == 0
+    assert "not_cached" in case.run()[0].failure and len(case.p.producer._lookups) == 0
     reference = case.side.answer_lookup(case.asked[0].lookup, case.held(384))
     assert not case.p.door.is_idle
     case.run()
@@ -177,7 +178,7 @@ def test_an_abort_before_the_answer_closes_the_ask():
     case.ask()
     case.d.door.abort(case.pull)
     assert case.run() == [PullEnded(case.pull, "aborted", 0, None), PagesFree(case.pull)]
-    assert case.p.producer.lookups.num_open == 0
+    assert len(case.p.producer._lookups) == 0
     reference = case.side.answer_lookup(case.asked[0].lookup, case.held(384))
     case.run()
     assert case.leases() == [LeaseEnded(reference, "released")]
@@ -188,7 +189,7 @@ def test_a_connection_that_is_lost_before_the_answer_closes_the_ask():
     case.ask()
     case.world.network.cut(case.d.channel, case.p.channel)
     assert case.run() == [PullEnded(case.pull, "cut", 0, None), PagesFree(case.pull)]
-    assert case.p.producer.lookups.num_open == 0
+    assert len(case.p.producer._lookups) == 0
     reference = case.side.answer_lookup(case.asked[0].lookup, case.held(384))
     case.run()
     assert case.leases() == [LeaseEnded(reference, "released")] and case.p.door.is_idle
@@ -297,20 +298,24 @@ class Side:
         self.clock = ManualClock()
         self.event_loop = TurnedLoop(self.clock)
         nonces = iter(range(10**6))
-        self.leases = Leases(
-            LAYOUT, LeaseLimits(max_pages=60), self.clock, lambda size: next(nonces).to_bytes(size, "little")
-        )
         self.asked: list[LookupRequest] = []
-        self.lookups = ContentLookups(self.leases, self.asked.append)
+        self.producer = Producer(
+            Peer("p", GEOMETRY, (), LAYOUT),
+            LeaseLimits(max_pages=60),
+            self.clock,
+            lambda size: next(nonces).to_bytes(size, "little"),
+            self.asked.append,
+        )
+        self.leases = self.producer.leases
 
     def claim(self, claim=ASK):
         """A task: the answer to it."""
-        task = self.event_loop.create_task(self.lookups.claim(claim))
+        task = self.event_loop.create_task(self.producer.look_up(claim))
         self.event_loop.spin()
         return task
 
     def grant(self, lookup, offer=HELD):
-        self.lookups.answer(lookup, self.leases.offer(offer))
+        self.producer.answer_lookup(lookup, self.leases.offer(offer))
         self.event_loop.spin()
 
     def granted(self, claim=ASK, offer=HELD):
@@ -350,10 +355,10 @@ def test_a_claim_whose_sender_has_gone_leaves_no_lease_behind(answered):
     side = Side()
     waiting = side.claim()
     if answered:
-        side.lookups.answer(LookupId(1), side.leases.offer(HELD))
+        side.producer.answer_lookup(LookupId(1), side.leases.offer(HELD))
     waiting.cancel()
     side.event_loop.spin()
-    assert waiting.cancelled() and side.lookups.num_open == 0
+    assert waiting.cancelled() and len(side.producer._lookups) == 0
     side.grant(LookupId(1))
     assert num_active(side.leases) == 0 and {lease.state for lease in side.leases._past.values()} == {
         LeaseState.RELEASED
@@ -366,7 +371,7 @@ def test_a_claim_whose_marks_do_not_lead_to_its_end_is_refused():
     end = ContentDigest(LAYOUT, PLAIN).of(PROMPT[:400])
     waiting = side.claim(Claim("", marks_of(keys(512, 1)), 128, False, end, 400))
     side.grant(LookupId(1))
-    assert waiting.result() is RefusalReason.NOT_CACHED and num_active(side.leases) == side.lookups.num_open == 0
+    assert waiting.result() is RefusalReason.NOT_CACHED and num_active(side.leases) == len(side.producer._lookups) == 0
     waiting = side.claim(Claim("", ASK.marks, 128, False, end, 400))
     side.grant(LookupId(2))
     assert num_active(side.leases) == 1 and isinstance(waiting.result(), Claimed)
@@ -385,7 +390,7 @@ def test_an_offer_of_something_else_than_was_asked_for_is_our_own_bug(offer):
     side = Side()
     side.claim()
     with pytest.raises(AssertionError, match="at no mark"):
-        side.lookups.answer(LookupId(1), side.leases.offer(offer))
+        side.producer.answer_lookup(LookupId(1), side.leases.offer(offer))
 
 
 def test_open_asks_are_bounded_and_the_rest_refused(monkeypatch):
@@ -397,14 +402,14 @@ def test_open_asks_are_bounded_and_the_rest_refused(monkeypatch):
     side.clock.advance(2.0)
     side.event_loop.spin()
     assert {each.result() for each in waiting} == {RefusalReason.NOT_CACHED}
-    assert side.lookups.num_open == 0 and not side.claim().done()
+    assert len(side.producer._lookups) == 0 and not side.claim().done()
 
 
 @pytest.mark.parametrize("marks", [ASK.marks + b"x", ASK.marks[:31], b""])
 def test_broken_and_missing_marks_are_refused(marks):
     side = Side()
     assert side.claim(Claim("", marks, 0, False)).result() is RefusalReason.OUT_OF_RANGE
-    assert side.lookups.num_open == 0
+    assert len(side.producer._lookups) == 0
 
 
 # -- a grant that does not follow from the claim -----------------------------------------------------------------------

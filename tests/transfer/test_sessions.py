@@ -317,7 +317,7 @@ def test_a_consumer_that_asks_without_end_and_takes_no_answers_is_not_read_any_m
     assert len(asyncio.all_tasks(wire.event_loop)) - before <= 64 and near.far.num_waiting > 900
     wire.clock.advance(ROOM_SECONDS + 2.0)
     wire.event_loop.spin()
-    assert not wire.p.streams and not wire.producer.lookups.num_open
+    assert not wire.p.streams and not wire.producer._lookups
 
 
 def test_a_session_that_is_closed_while_it_connects_connects_no_more():

@@ -25,7 +25,7 @@ from cairn.transfer.wire import MAX_MARK_BYTES, Claim, Granted
 
 def make_claim(spec: PullSpec, layout: bytes) -> Claim | None:
     """The claim for a pull; None when there is no prefix to name. `layout` is `digest.layout_hash`."""
-    source, end = spec.source, _end(spec)
+    source, end = spec.source, spec.source.named_end(len(spec.keys))
     marks = ContentDigest(layout, spec.name)
     if source.nonce is None:
         marks.append(spec.keys[: MAX_MARK_BYTES // DIGEST_BYTES * GRID])
@@ -91,7 +91,7 @@ def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted) -> Rea
         follows = end == len(spec.keys) and (at is None) == (spec.checkpoint is None)
     else:
         is_mark = end % GRID == 0 and end <= min(len(spec.keys), MAX_MARK_BYTES // DIGEST_BYTES * GRID)
-        follows = end > spec.start and (is_mark or end == _end(spec))
+        follows = end > spec.start and (is_mark or end == spec.source.named_end(len(spec.keys)))
     if any(part.group.reach is not None for part in spec.pages) and at != end and (at or end == len(spec.keys)):
         # what is within reach at `end` is not all that is within reach at an earlier token
         return None
@@ -123,12 +123,3 @@ def _match_pages(
         remote.append(GroupPages(group, first, pages).span(part.first_token, end))
         local.append(part.span(first, end))
     return (tuple(remote), tuple(local)) if any(len(part.pages) for part in remote) else ((), ())
-
-
-def _end(spec: PullSpec) -> int:
-    """Tokens of the prefix that is named besides the marks, 0 for none. Without a lease the number came through a
-    client, so it counts only if the prompt has so many tokens."""
-    if spec.source.nonce is not None:
-        return len(spec.keys)
-    end = spec.source.end or 0
-    return end if 0 < end <= len(spec.keys) else 0

@@ -22,7 +22,7 @@ from cairn.types import Keys, Pages
 LookupId = NewType("LookupId", int)
 PullId = NewType("PullId", int)
 
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
 _Description = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 PullNumber = Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -106,13 +106,16 @@ class KvSource:
         """Host and port of its side channel."""
         return self.host, self.port
 
-    def reach(self, num_prompt_tokens: int) -> int:
-        """How many tokens of the prompt it may provide at most."""
+    def named_end(self, num_prompt_tokens: int) -> int:
+        """Tokens of the prefix that is named besides the marks, 0 for none. Without a lease the number came through a
+        client, so it counts only if the prompt has so many tokens."""
         if self.nonce is not None:
             return num_prompt_tokens
-        if self.end is not None and self.end <= num_prompt_tokens:
-            return self.end
-        return num_prompt_tokens // GRID * GRID
+        return self.end if self.end is not None and 0 < self.end <= num_prompt_tokens else 0
+
+    def reach(self, num_prompt_tokens: int) -> int:
+        """How many tokens of the prompt it may provide at most."""
+        return self.named_end(num_prompt_tokens) or num_prompt_tokens // GRID * GRID
 
     def exact(self, num_prompt_tokens: int) -> "KvSource":
         """The same without an `end` that is of no use under `--exact`: off the 64-token grid a state can only be used
@@ -263,7 +266,7 @@ class ReadOrder(msgspec.Struct, frozen=True, tag="read", eq=False):
 
     pull: PullNumber
     peer: Peer
-    end: _Tokens
+    end: Tokens
     remote: tuple[GroupPages, ...]
     local: tuple[GroupPages, ...]
     remote_checkpoint: Pages | None

@@ -34,14 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseState(Enum):
-    """Where a lease is. In the last three it has ended."""
+    """Where a lease is: see the module. In the last three it has ended."""
 
     OFFERED = "offered"
-    """The pages are pinned; nobody has claimed them yet."""
     CLAIMED = "claimed"
-    """The pages are pinned; one transfer reads them."""
     CONFIRMED = "confirmed"
-    """Everything was read while the pages were pinned."""
     RELEASED = "released"
     """Given back by the consumer, or withdrawn by the producer."""
     EXPIRED = "expired"

@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 
 from cairn.errors import InvalidRequest
-from cairn.transfer.contract import KvSource, TransferRole
+from cairn.transfer.contract import KvSource, Tokens, TransferRole
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.wire import NONCE_BYTES
 
@@ -33,7 +33,6 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 _EngineId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Host = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 26)]
 _One = Annotated[int, msgspec.Meta(ge=1, le=1)]
 _Blocks = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=1 << 20)]
 
@@ -49,7 +48,7 @@ class Hint(msgspec.Struct):
     engine: _EngineId
     host: _Host
     port: _Port
-    num_tokens: _Tokens | None = None
+    num_tokens: Tokens | None = None
 
 
 class _Prefilled(msgspec.Struct):
@@ -60,8 +59,8 @@ class _Prefilled(msgspec.Struct):
     remote_request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
     remote_host: _Host
     remote_port: _Port
-    remote_num_tokens: _Tokens | None = None
-    remote_prefill_cached_tokens: _Tokens | None = None
+    remote_num_tokens: Tokens | None = None
+    remote_prefill_cached_tokens: Tokens | None = None
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     dcp_size: _One | None = None
     pp_size: _One | None = None

@@ -2,16 +2,15 @@
 
 import ipaddress
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, TypeVar
 
 from cairn.errors import ConfigError
 from cairn.types import Clock
 
-_LOOPBACK_NAMES = frozenset({"localhost"})
 _MAX_HOST = 253
 
-_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_Parsed = TypeVar("_Parsed")
 
 Address: TypeAlias = tuple[str, int]
 """Host and port of a peer's side channel."""
@@ -30,7 +29,7 @@ class PeerPolicy:
         """Raises ConfigError for an entry that is neither."""
         names, networks = set(), []
         for entry in allowed:
-            network = _network(entry)
+            network = _parsed(entry, ipaddress.ip_network)
             if network is not None:
                 networks.append(network)
             elif _is_name(entry):
@@ -45,7 +44,7 @@ class PeerPolicy:
         """Why this host is refused, or None when it may be connected to (or bound to)."""
         if is_loopback(host):
             return None
-        address = _address(host)
+        address = _parsed(host, ipaddress.ip_address)
         if address is None:
             listed = host.lower() in self._names
         else:
@@ -59,22 +58,14 @@ class PeerPolicy:
 
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine, judged by its text alone."""
-    address = _address(host)
-    return host.lower() in _LOOPBACK_NAMES if address is None else address.is_loopback
+    address = _parsed(host, ipaddress.ip_address)
+    return host.lower() == "localhost" if address is None else address.is_loopback
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    if len(host) > _MAX_HOST or "%" in host:
-        return None
+def _parsed(text: str, kind: Callable[[str], _Parsed]) -> _Parsed | None:
+    """The address or network that a text is, None for other texts. One of a zone is none that can be listed."""
     try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
-
-
-def _network(entry: str) -> _Network | None:
-    try:
-        return None if "%" in entry else ipaddress.ip_network(entry)
+        return None if "%" in text else kind(text)
     except ValueError:
         return None
 

@@ -44,72 +44,17 @@ ROOM_SECONDS = 5.0
 """How long a consumer may take no answers before its connection is closed."""
 
 MAX_LOOKUPS = 64
-"""Lookups that wait for an answer at a time; more are refused."""
+"""Claims without a lease that are open at a time, of all consumers and of each; more are refused."""
 
 LOOKUP_SECONDS = 2.0
 """How long one waits, well below the time after which a consumer gives up."""
 
-_MAX_WAITING = 64
-"""Claims without a lease that one consumer may have open; with more it waits for its answers."""
-
 logger = logging.getLogger(__name__)
 
 
-class ContentLookups:
-    """Claims without a lease that wait for the cache to be looked up. `emit` tells the scheduler."""
-
-    def __init__(self, leases: Leases, emit: Callable[[LookupRequest], None]) -> None:
-        self._leases = leases
-        self._emit = emit
-        self._open: dict[LookupId, tuple[Claim, asyncio.Future[Claimed | None]]] = {}
-        self._last_id = 0
-
-    @property
-    def num_open(self) -> int:
-        """Lookups without an answer."""
-        return len(self._open)
-
-    async def claim(self, claim: Claim) -> Claimed | RefusalReason:
-        """Waits for the scheduler."""
-        if not claim.marks or len(claim.marks) % DIGEST_BYTES:
-            return RefusalReason.OUT_OF_RANGE
-        if len(self._open) >= MAX_LOOKUPS:
-            return RefusalReason.NOT_CACHED
-        self._last_id += 1
-        lookup = LookupId(self._last_id)
-        answer: asyncio.Future[Claimed | None] = asyncio.get_running_loop().create_future()
-        self._open[lookup] = (claim, answer)
-        self._emit(LookupRequest(lookup, claim.adapter, claim.marks, claim.start, claim.end))
-        try:
-            async with asyncio.timeout(LOOKUP_SECONDS):
-                return await answer or RefusalReason.NOT_CACHED
-        except TimeoutError:
-            return RefusalReason.NOT_CACHED
-        except asyncio.CancelledError:
-            # the sender has gone, or wants it no more, after the answer
-            if answer.done() and not answer.cancelled() and (claimed := answer.result()) is not None:
-                self._leases.release(claimed.lease)
-            raise
-        finally:
-            del self._open[lookup]
-
-    def answer(self, lookup: LookupId, lease: Lease | None) -> None:
-        """Give the lease of an offer that was made for it to the sender of the claim; None: nothing is cached of what
-        was claimed. The lease ends, and nothing is given, when the lookup has ended or `Leases.grant` gives nothing."""
-        claim, answer = self._open.get(lookup, (None, None))
-        claimed = None
-        if lease is not None:
-            if claim is not None and answer is not None and not answer.done():
-                claimed = self._leases.grant(claim, lease)
-            if claimed is None:
-                self._leases.release(lease)
-        if answer is not None and not answer.done():
-            answer.set_result(claimed)
-
-
 class Producer:
-    """Serves the consumers of one engine's pages. Through `leases` and `lookups` the engine leases them and answers
-    lookups."""
+    """Serves the consumers of one engine's pages, which are leased through `leases`. `emit` tells the scheduler of
+    claims without a lease."""
 
     def __init__(
         self,
@@ -120,14 +65,53 @@ class Producer:
         emit: Callable[[LookupRequest], None],
     ) -> None:
         self.leases = Leases(me.layout, limits, clock, random)
-        self.lookups = ContentLookups(self.leases, emit)
         self.frames = FrameReader()
         self._me = me
+        self._emit = emit
+        self._lookups: dict[LookupId, tuple[Claim, asyncio.Future[Claimed | None]]] = {}
+        self._last_lookup = 0
 
     @property
     def is_idle(self) -> bool:
         """Whether there is no lease and no lookup that may end by itself, and none of which nobody has heard."""
-        return self.leases.is_idle and not self.lookups.num_open
+        return self.leases.is_idle and not self._lookups
+
+    async def look_up(self, claim: Claim) -> Claimed | RefusalReason:
+        """Answer a claim without a lease. Waits for the scheduler, who looks into the cache."""
+        if not claim.marks or len(claim.marks) % DIGEST_BYTES:
+            return RefusalReason.OUT_OF_RANGE
+        if len(self._lookups) >= MAX_LOOKUPS:
+            return RefusalReason.NOT_CACHED
+        self._last_lookup += 1
+        lookup = LookupId(self._last_lookup)
+        answer: asyncio.Future[Claimed | None] = asyncio.get_running_loop().create_future()
+        self._lookups[lookup] = (claim, answer)
+        self._emit(LookupRequest(lookup, claim.adapter, claim.marks, claim.start, claim.end))
+        try:
+            async with asyncio.timeout(LOOKUP_SECONDS):
+                return await answer or RefusalReason.NOT_CACHED
+        except TimeoutError:
+            return RefusalReason.NOT_CACHED
+        except asyncio.CancelledError:
+            # the sender has gone, or wants it no more, after the answer
+            if answer.done() and not answer.cancelled() and (claimed := answer.result()) is not None:
+                self.leases.release(claimed.lease)
+            raise
+        finally:
+            del self._lookups[lookup]
+
+    def answer_lookup(self, lookup: LookupId, lease: Lease | None) -> None:
+        """Give the lease of an offer that was made for it to the sender of the claim; None: nothing is cached of what
+        was claimed. The lease ends, and nothing is given, when the lookup has ended or `Leases.grant` gives nothing."""
+        claim, answer = self._lookups.get(lookup, (None, None))
+        claimed = None
+        if lease is not None:
+            if claim is not None and answer is not None and not answer.done():
+                claimed = self.leases.grant(claim, lease)
+            if claimed is None:
+                self.leases.release(lease)
+        if answer is not None and not answer.done():
+            answer.set_result(claimed)
 
     async def serve(self, stream: TlsStream) -> None:
         """Answer one consumer until its connection is lost. Never raises on what a peer does."""
@@ -182,7 +166,7 @@ class _Consumer:
                 number, record = question.number, question.record
                 if number in self._claims or number in self._lookups:
                     await self._reply(number, Refused(RefusalReason.USED))
-                elif isinstance(record, Claim) and record.nonce is None and len(self._lookups) < _MAX_WAITING:
+                elif isinstance(record, Claim) and record.nonce is None and len(self._lookups) < MAX_LOOKUPS:
                     self._look_up(number, record)
                 else:
                     await self._reply(number, self._answer(number, record))
@@ -227,7 +211,7 @@ class _Consumer:
     def _look_up(self, number: int, claim: Claim) -> None:
         async def answer() -> None:
             try:
-                claimed = await self._producer.lookups.claim(claim)
+                claimed = await self._producer.look_up(claim)
                 await self._reply(number, self._claimed(number, claimed))
             except TimeoutError:
                 self._stream.close(f"no answer was taken for {ROOM_SECONDS:g} s")

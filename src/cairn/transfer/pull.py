@@ -1,20 +1,19 @@
 """One transfer, from the consumer's side: a coroutine from a spec to its outcome, and on to its last write.
 
-    HANDSHAKING -> CLAIMING -> READING -> CONFIRMING -> DONE          what `_transfer` does, line by line
+    handshaking -> claiming -> reading -> confirming -> done          what `_transfer` does, line by line
                                                                       (only a release ends behind the handshake)
-    any of them -> FAILED                nothing can arrive any more
-    READING     -> ABANDONED -> FAILED   a late write may still come: the pages stay in quarantine until the link says
+    any of them -> failed                nothing can arrive any more
+    reading     -> abandoned -> failed   a late write may still come: the pages stay in quarantine until the link says
                                          that none will
 
-The outcome is known in DONE, FAILED and ABANDONED. Whatever is waited for before has a deadline, and nobody waits for
-ABANDONED. What was read may be used in DONE alone: the producer has then confirmed that its lease never lapsed before
-the last byte had arrived. A lost connection ends it in every state, and gives the lease back.
+The outcome is known when it is done, failed or abandoned. Whatever is waited for before has a deadline, and nobody
+waits for what is abandoned. What was read may be used when it is done alone: the producer has then confirmed that its
+lease never lapsed before the last byte had arrived. A lost connection ends it at any time, and gives the lease back.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
-from enum import Enum
 from typing import Any, Final
 
 from cairn.transfer.claim import make_claim, plan_read
@@ -24,25 +23,6 @@ from cairn.transfer.session import ConsumerTools, PeerFailed, ProducerSession
 from cairn.transfer.wire import Claim, Confirm, Decline, Granted, Heartbeat, Refused, Release, Reply, Request
 
 logger = logging.getLogger(__name__)
-
-
-class PullState(Enum):
-    """Where a transfer is, and what is true there."""
-
-    HANDSHAKING = "handshaking"
-    """Nothing was sent, or the peer has not proved itself yet."""
-    CLAIMING = "claiming"
-    """The claim is sent; the lease may be ours or not."""
-    READING = "reading"
-    """The lease is ours; bytes arrive in the own pages."""
-    CONFIRMING = "confirming"
-    """All bytes have arrived; the producer has to confirm that the lease never lapsed."""
-    DONE = "done"
-    """Confirmed. The pages may be used."""
-    FAILED = "failed"
-    """Nothing may be used. No write can come; the pages are free."""
-    ABANDONED = "abandoned"
-    """Nothing may be used, and bytes may still arrive: the pages are in quarantine."""
 
 
 class PullLimits:
@@ -57,7 +37,7 @@ class PullLimits:
 
 class Pull:
     """One transfer: `run`, then `drain`, by one `task`. Call `look` again and again meanwhile: a link makes no progress
-    by itself."""
+    by itself. `is_over`: the outcome is known; `is_reading`: bytes may arrive in the own pages."""
 
     def __init__(
         self, pull: PullId, spec: PullSpec, tools: ConsumerTools, session_with: Callable[[KvSource], ProducerSession]
@@ -65,7 +45,8 @@ class Pull:
         """`session_with` returns the session with a server, and raises PeerFailed where there is none."""
         self.id = pull
         self.spec = spec
-        self.state = PullState.HANDSHAKING
+        self.is_over = False
+        self.is_reading = False
         self.failure: str | None = None
         self.session: ProducerSession | None = None
         self._session_with = session_with
@@ -83,11 +64,6 @@ class Pull:
         position, checkpoint = (promised, None) if grant is None else (grant.position, grant.checkpoint_position)
         return PullEnded(self.id, self.failure, position, checkpoint, self._volume)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the outcome is known."""
-        return self.state in (PullState.DONE, PullState.FAILED, PullState.ABANDONED)
-
     def abort(self) -> None:
         """Give the transfer up."""
         if not self.is_over and self.failure is None:
@@ -98,13 +74,14 @@ class Pull:
 
     def look(self) -> None:
         """Drive the link."""
-        if self.state in (PullState.READING, PullState.ABANDONED) and not self._read.done():
+        if self.is_reading:
             try:
                 ended = self._tools.worker.poll(self.id)
             except Exception:
                 logger.exception("the read of transfer %d of %s", self.id, self.spec.request_id)
                 ended = ReadEnded(self.id, ReadState.FAILED)
             if ended is not None:
+                self.is_reading = False
                 self._read.set_result(ended)
 
     async def run(self) -> None:
@@ -112,8 +89,6 @@ class Pull:
         try:
             if self.failure is None:
                 await self._transfer()
-                self.state = PullState.DONE
-                return
         except asyncio.CancelledError:
             if self.failure is None:
                 # not this transfer is given up, but the thread ends
@@ -124,43 +99,40 @@ class Pull:
             # One peer's doing must not end the thread that serves all of them.
             logger.exception("transfer %d of %s", self.id, self.spec.request_id)
             self.failure = f"{type(error).__name__}: {error}"
-        self._tell(Release)
-        if self.state is PullState.READING:
-            self._tools.worker.cancel(self.id)
-            self.look()
-        may_write = self.state is PullState.READING and not self._read.done()
-        self.state = PullState.ABANDONED if may_write else PullState.FAILED
+        self.is_over = True
+        if self.failure is not None:
+            self._tell(Release)
+            if self.is_reading:
+                self._tools.worker.cancel(self.id)
+                self.look()
 
     async def drain(self) -> None:
         """Returns when no write can come any more."""
-        if self.state is PullState.ABANDONED:
+        if self.is_reading:
             await self._read_ended()
-            self.state = PullState.FAILED
 
     async def _transfer(self) -> None:
-        """Returns when it is DONE. Raises PeerFailed."""
+        """Returns when it is done. Raises PeerFailed."""
         spec = self.spec
         self.session = self._session_with(spec.source)
         peer = await self.session.opened()
         if peer.engine_id != spec.source.engine_id:
             raise PeerFailed("the peer is another engine than the one that made the offer: it has restarted")
         if spec.release_only:
-            await self._ask(Decline(spec.source.request_id or "", spec.source.nonce or b""))
+            await self._ask(Decline(spec.source.request_id or "", spec.source.nonce or b""), "declining")
             return
         record = make_claim(spec, self._tools.me.layout)
         if record is None:
             raise PeerFailed("there is too little to ask for")
-        self.state = PullState.CLAIMING
         self._claim = self.session.new_number()
-        granted = await self._ask(record, self._claim)
+        granted = await self._ask(record, "claiming", self._claim)
         order = plan_read(spec, self.id, peer, granted) if isinstance(granted, Granted) else None
         if order is None or not isinstance(granted, Granted):
             raise PeerFailed("the peer's grant is not what was claimed")
         self._grant = granted
         if order.remote or order.remote_checkpoint is not None:
             await self._read_pages(order, self.session)
-        self.state = PullState.CONFIRMING
-        await self._ask(Confirm(self._claim))
+        await self._ask(Confirm(self._claim), "confirming")
 
     async def _read_pages(self, order: ReadOrder, session: ProducerSession) -> None:
         """Returns when all bytes have arrived. Raises PeerFailed."""
@@ -168,7 +140,7 @@ class Pull:
             self._tools.worker.start(order)
         except LinkError as error:
             raise PeerFailed(f"the pages cannot be read: {error}") from error
-        self.state = PullState.READING
+        self.is_reading = True
         self.look()
         try:
             async with asyncio.timeout(PullLimits.read):
@@ -191,7 +163,7 @@ class Pull:
                 self._tell(Heartbeat)
         return self._read.result() if self._read.done() else None
 
-    async def _ask(self, request: Request, number: int | None = None) -> Reply:
+    async def _ask(self, request: Request, doing: str, number: int | None = None) -> Reply:
         """Raises PeerFailed where the answer is a refusal, or none comes in time."""
         assert self.session is not None
         seconds = PullLimits.answer
@@ -200,7 +172,7 @@ class Pull:
         except TimeoutError:
             # The next transfer begins with a new handshake: the peer may have forgotten this session.
             self.session.close(PeerFailed("the peer did not answer", is_silent=True))
-            raise PeerFailed(f"no answer within {seconds:g} s while {self.state.value}") from None
+            raise PeerFailed(f"no answer within {seconds:g} s while {doing}") from None
         if isinstance(reply, Refused):
             if isinstance(request, Claim | Confirm):
                 # nothing to give back: the lease is not ours, or no longer

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
-from cairn.transfer.contract import Peer
+from cairn.transfer.contract import Peer, Tokens
 from cairn.types import Keys, Pages
 
 VERSION = 9
@@ -38,13 +38,10 @@ MAX_FRAME_BYTES = 4 << 20
 MAX_MARK_BYTES = 32 * (1 << 15)
 """No claim has more marks: those of two million tokens."""
 
-_MAX_TOKENS = 1 << 26
-
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
-Number = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
 QuestionNumber = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 
 Record = TypeVar("Record")
@@ -109,10 +106,10 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
 
     adapter: Text
     marks: Annotated[bytes, msgspec.Meta(max_length=MAX_MARK_BYTES)]
-    start: Number
+    start: Tokens
     checkpoint: bool
     end: Hash | None = None
-    position: Number = 0
+    position: Tokens = 0
     request_id: Name | None = None
     nonce: Nonce | None = None
 
@@ -154,10 +151,10 @@ class Granted(msgspec.Struct, frozen=True, tag="granted", eq=False):
     `checkpoint` (its pages) if one was claimed and there is one.
     """
 
-    position: Number
-    first_tokens: tuple[Number, ...]
+    position: Tokens
+    first_tokens: tuple[Tokens, ...]
     pages: tuple[Pages, ...]
-    checkpoint_position: Number | None
+    checkpoint_position: Tokens | None
     checkpoint: Pages
 
 

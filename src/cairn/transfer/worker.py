@@ -8,12 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
 
 from cairn.transfer.contract import PullId, ReadEnded, ReadOrder, Volume
-from cairn.transfer.geometry import Reads
+from cairn.transfer.geometry import PairedPages
 from cairn.transfer.links.contract import Descriptors, Link, LinkError, ReadHandle, ReadState
 from cairn.transfer.memory import Fence
 
@@ -25,9 +24,6 @@ _MOST_RANGES = 1 << 14
 
 _HANDLES = 2
 """Open handles of one read."""
-
-Planner: TypeAlias = Callable[[ReadOrder], Reads]
-"""What an order takes of each rank of the peer: `geometry.PairedPages`. Raises LinkError when it cannot be read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +43,7 @@ class LinkWorker:
     """A `WorkerSide` on one link. `new_fence`: `PoolMemory.fence` of the link's memory."""
 
     def __init__(
-        self, link: Link, plan: Planner, new_fence: Callable[[], Fence], chunk_bytes: int = CHUNK_BYTES
+        self, link: Link, plan: PairedPages, new_fence: Callable[[], Fence], chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         self._link = link
         self._plan = plan

@@ -108,7 +108,7 @@ class TransferLoop:
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
         lease = None if offer is None else self._leases.offer(offer)
-        self._post(self.producer.lookups.answer, lookup, lease)
+        self._post(self.producer.answer_lookup, lookup, lease)
         return None if lease is None else lease.reference
 
     def pull(self, spec: PullSpec) -> PullId:

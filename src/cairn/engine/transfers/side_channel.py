@@ -86,11 +86,6 @@ class SideChannel:
     def port(self) -> int:
         return int(self._listener.getsockname()[1])
 
-    @property
-    def num_connections(self) -> int:
-        """Open connections, those of unauthenticated peers included."""
-        return len(self._streams)
-
     def listen(self, serve: Serve) -> None:
         """Accept consumers from now on."""
         self._serve = serve
