@@ -122,7 +122,7 @@ def test_a_ghost_waits_as_well_so_that_it_is_learned_what_would_have_been():
     policy.add(checkpoint, Lineage(end=90))
     node.checkpoint = None
     policy.drop(checkpoint)
-    policy.reclassify(node, awaits_tools=True)
+    policy.await_tools(node)
     row = policy._records[node].row
     policy.begin_request(node, Lineage(), None)
     assert policy.table._counts[row, :BINS].sum() == 1 and not policy._records[node].awaits_tools

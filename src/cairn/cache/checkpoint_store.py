@@ -284,7 +284,7 @@ class CheckpointStore:
         session can go on from once its tools are done is worth what is learned of such waits."""
         lineage.awaits_tools = True
         while node is not None and node.parent is not None and node.end >= lineage.message_end:
-            self.eviction.reclassify(node, awaits_tools=True)
+            self.eviction.await_tools(node)
             self._rank([node.checkpoint])
             node = node.parent
 

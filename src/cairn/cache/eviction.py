@@ -80,10 +80,12 @@ class EvictionPolicy(TreeObserver):
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         """A checkpoint was taken, perhaps in the place of another one at the same node."""
 
-    def reclassify(self, node: Node, awaits_tools: bool = False) -> None:
-        """The checkpoint at `node` was on probation and has another kind now; or, `awaits_tools`, an answer at whose
-        end, or whose prompt's, `node` is was a call: its session waits for its tools, from now on until the checkpoint
-        there is used. Those that the request has yet to take there are told by their lineage."""
+    def reclassify(self, node: Node) -> None:
+        """The checkpoint at `node` was on probation and has another kind now."""
+
+    def await_tools(self, node: Node) -> None:
+        """An answer at whose end, or whose prompt's, `node` is was a call: its session waits for its tools, from now on
+        until the checkpoint there is used. Those that the request has yet to take there are told by their lineage."""
 
     def drop(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was dropped and is no longer at its node."""
@@ -230,15 +232,20 @@ class ValuePerByte(EvictionPolicy):
         self.version += 1
         self._to_rerank.append((self.now, checkpoint))
 
-    def reclassify(self, node: Node, awaits_tools: bool = False) -> None:
+    def reclassify(self, node: Node) -> None:
         record = self._records.get(node)
         if record is not None:
             record.kind = node.checkpoint.kind if node.checkpoint is not None else record.kind
-            record.awaits_tools |= awaits_tools
             record.branches = max(record.branches, len(node.children))
             self.table.watch(record, record.class_key(), self.now)
 
     node_branched = reclassify
+
+    def await_tools(self, node: Node) -> None:
+        record = self._records.get(node)
+        if record is not None:
+            record.awaits_tools = True
+            self.reclassify(node)
 
     def drop(self, checkpoint: Checkpoint) -> None:
         node = checkpoint.node

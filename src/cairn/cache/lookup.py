@@ -4,10 +4,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import NamedTuple
 
 import numpy as np
 
-from cairn.cache.checkpoint import Origin
+from cairn.cache.checkpoint import Lineage, Origin
 from cairn.cache.eviction import EvictionPolicy
 from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup, CacheLayout
@@ -94,6 +95,21 @@ class OriginFilter:
                 return self.resumed and maker == self.request_id
 
 
+class _Found(NamedTuple):
+    """What a lookup has found for a prompt of `keys`, in the words of `PrefixMatch` and `SequenceBlocks`. `shared`: the
+    pages of the tokens before `matched`."""
+
+    keys: Keys
+    walk: Walk
+    hit: int
+    matched: int
+    checkpoint: Checkpoint | None
+    shared: Parts
+    node: Node | None
+    last_checkpoint_node: Node | None
+    left: Lineage | None
+
+
 class PrefixLookup:
     """Looks prompts up in the trees. `exact`: see `OriginFilter`; `eviction` has records of dropped checkpoints.
 
@@ -104,7 +120,7 @@ class PrefixLookup:
         self._layout = layout
         self._exact = exact
         self._eviction = eviction
-        self._memo: dict[tuple[Namespace, str, int | None], SequenceBlocks] = {}
+        self._memo: dict[tuple[Namespace, str, int | None], _Found] = {}
         self._joined: OrderedDict[Node, tuple[Parts | None, Parts]] = OrderedDict()
         self._version = 0
 
@@ -123,17 +139,35 @@ class PrefixLookup:
             self._memo.clear()
             self._version = version
         name = (namespace, request_id, resumed_from)
-        sequence = self._memo.get(name)
-        if sequence is None or not np.array_equal(sequence.keys, keys):
-            sequence = self._memo[name] = self._find(root, namespace, keys, request_id, resumed_from)
-        return sequence.copy()
+        num_prompt_tokens = len(keys) if resumed_from is None else resumed_from
+        found = self._memo.get(name)
+        if found is None or not np.array_equal(found.keys, keys):
+            may = OriginFilter(self._exact, request_id, num_prompt_tokens, resumed_from is not None)
+            found = self._memo[name] = self._find(root, keys, may)
+        return SequenceBlocks(
+            request_id=request_id,
+            namespace=namespace,
+            num_prompt_tokens=num_prompt_tokens,
+            match=PrefixMatch(
+                hit=found.hit,
+                matched=found.matched,
+                ever_matched=found.walk.ever_matched,
+                checkpoint=found.checkpoint,
+                restore=found.checkpoint.pages if found.checkpoint is not None else None,
+                last_checkpoint_node=found.last_checkpoint_node,
+                left=found.left,
+                miss_reason=Reason.DISABLED,
+                walk=found.walk,
+            ),
+            blocks=PageTables(tuple(map(PageTable.shared, found.shared))),
+            tokens=KeyBuffer(keys),
+            node=found.node,
+            decode_from=num_prompt_tokens if self._exact else len(keys),
+            committed=found.matched,
+        )
 
-    def _find(
-        self, root: Node | None, namespace: Namespace, keys: Keys, request_id: str, resumed_from: int | None
-    ) -> SequenceBlocks:
+    def _find(self, root: Node | None, keys: Keys, may: OriginFilter) -> "_Found":
         length = len(keys)
-        num_prompt_tokens = length if resumed_from is None else resumed_from
-        may = OriginFilter(self._exact, request_id, num_prompt_tokens, resumed_from is not None)
         prompt_walk = walk(root, TokenKey(keys), may.run_end()) if root is not None else Walk()
         path, groups = prompt_walk.path, self._layout.groups
         ends = resumable_ends(path, prompt_walk.matched, groups) if self._layout.is_limited else None
@@ -147,27 +181,16 @@ class PrefixLookup:
             if hit < anywhere:
                 hit, checkpoint = anywhere, None
         matched = hit if ends is not None else prompt_walk.matched
-        shared = self._shared_pages(path, matched)
-        return SequenceBlocks(
-            request_id=request_id,
-            namespace=namespace,
-            num_prompt_tokens=num_prompt_tokens,
-            match=PrefixMatch(
-                hit=hit,
-                matched=matched,
-                ever_matched=prompt_walk.ever_matched,
-                checkpoint=checkpoint,
-                restore=checkpoint.pages if checkpoint is not None else None,
-                last_checkpoint_node=may.deepest_checkpoint_node(prompt_walk, self._eviction),
-                left=prompt_walk.left(),
-                miss_reason=Reason.DISABLED,
-                walk=prompt_walk,
-            ),
-            blocks=PageTables(tuple(map(PageTable.shared, shared))),
-            tokens=KeyBuffer(keys),
-            node=next((node for node in reversed(path) if node.start < matched), None),
-            decode_from=num_prompt_tokens if self._exact else length,
-            committed=matched,
+        return _Found(
+            keys,
+            prompt_walk,
+            hit,
+            matched,
+            checkpoint,
+            self._shared_pages(path, matched),
+            next((node for node in reversed(path) if node.start < matched), None),
+            may.deepest_checkpoint_node(prompt_walk, self._eviction),
+            prompt_walk.left(),
         )
 
     def _shared_pages(self, path: Sequence[Node], matched: int) -> Parts:
