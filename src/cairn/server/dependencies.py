@@ -116,18 +116,23 @@ def _is_json(request: Request) -> bool:
 def _decode_json(request: Request, body: bytes) -> Any:
     """Raises InvalidBody."""
     try:
-        decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        try:
-            decoded = json.loads(body)
-        except json.JSONDecodeError as error:
-            raise InvalidBody(f"the body is not valid JSON: {error.msg}") from error
-        except (ValueError, RecursionError) as error:
-            raise InvalidBody(*(explain_unreadable(body) or ("the body cannot be read", None))) from error
+        decoded = _decode(body)
+    except json.JSONDecodeError as error:
+        raise InvalidBody(f"the body is not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidBody(*(explain_unreadable(body) or ("the body cannot be read", None))) from error
     if isinstance(decoded, dict):
         request.scope[_TRANSFER_PARAMS] = decoded.get("kv_transfer_params")
         record_session(request.scope, decoded)
     return restore_client_fields(decoded)
+
+
+def _decode(body: bytes) -> Any:
+    """Raises ValueError, RecursionError."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return json.loads(body)
 
 
 def _release_kv_transfer(request: Request) -> None:
