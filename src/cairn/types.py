@@ -17,6 +17,9 @@ Positive = Annotated[int, Meta(ge=1, le=1 << 24)]
 Size = Annotated[int, Meta(ge=0, le=1 << 50)]
 """Bytes, likewise."""
 
+ShortText = Annotated[str, Meta(max_length=64)]
+"""A name, likewise."""
+
 Keys = NDArray[np.int64]
 """Key tokens, shape [n]: vocabulary ids >= 0; negative ids are reserved for content that has no vocabulary id."""
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 from cairn.transfer.ranks import FROM_RANK, TO_RANK
-from cairn.transfer.wire import ANSWER, HELLO, HELLO_ANSWER, QUESTION, FrameReader, encode
+from cairn.transfer.wire import ANSWER, GEOMETRY, HELLO, HELLO_ANSWER, QUESTION, FrameReader, encode
 
 
 class Frames:
@@ -25,5 +25,6 @@ class Frames:
 
 
 greetings, greeting_answers = partial(Frames, HELLO), partial(Frames, HELLO_ANSWER)
+geometries = partial(Frames, GEOMETRY)
 questions, answers = partial(Frames, QUESTION), partial(Frames, ANSWER)
 to_rank, from_rank = partial(Frames, TO_RANK), partial(Frames, FROM_RANK)

@@ -30,7 +30,7 @@ from cairn.transfer.wire import (
     Welcome,
     encode_array,
 )
-from transfer.frames import answers, greeting_answers, greetings, questions
+from transfer.frames import answers, geometries, greeting_answers, greetings, questions
 from transfer.parts import granted_numbers, numbers
 from transfer.world import GEOMETRY, World
 
@@ -292,6 +292,21 @@ def test_the_records_of_a_handshake_are_read():
     assert welcomes.decode(welcomes.encode(WELCOME)) == WELCOME
     assert greetings().decode(greetings().encode(HELLO)) == HELLO
     assert greetings().decode(welcomes.encode(WELCOME)) is None and welcomes.decode(greetings().encode(HELLO)) is None
+
+
+MANY_GROUPS = 65 * [{"name": "", "tokens_per_page": 16}]
+
+
+@pytest.mark.parametrize(
+    ("field", "lie"),
+    [("state_dtype", 65 * "x"), ("tp_size", 0), ("page_bytes", 1 << 51), ("groups", MANY_GROUPS)],
+    ids=["state_dtype", "tp_size", "page_bytes", "groups"],
+)
+def test_sizes_of_a_peer_that_are_out_of_range_are_not_read(field, lie):
+    sizes = geometries()
+    told = msgspec.msgpack.decode(sizes.encode(GEOMETRY))
+    assert sizes.decode(msgspec.msgpack.encode(told)) == GEOMETRY
+    assert sizes.decode(msgspec.msgpack.encode(told | {field: lie})) is None and sizes.dropped == 1
 
 
 def test_a_greeting_is_what_older_versions_say_and_read():

@@ -13,8 +13,11 @@ are there where a state is stored in a smaller form than it has while it runs.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from cairn.types import Count, Positive, Size, first_in_reach
+from msgspec import Meta
+
+from cairn.types import Count, Positive, ShortText, Size, first_in_reach
 
 __all__ = ["AttentionGroup", "CacheLayout", "reach_name"]
 
@@ -28,7 +31,7 @@ def reach_name(reach: int | None, chunked: bool) -> str:
 class AttentionGroup:
     """Attention layers of one reach, as `first_in_reach` takes it."""
 
-    name: str
+    name: ShortText
     tokens_per_page: Positive
     reach: Positive | None = None
     chunked: bool = False
@@ -69,12 +72,12 @@ class CacheLayout:
     block_size: Positive
     page_bytes: Size
     page_units: Positive
-    groups: tuple[AttentionGroup, ...]
+    groups: Annotated[tuple[AttentionGroup, ...], Meta(max_length=64)]
     header_bytes: Size
     state_bytes: Size
     state_units: Count
-    checkpoint_dtype: str = "float32"
-    state_dtype: str = "float32"
+    checkpoint_dtype: ShortText = "float32"
+    state_dtype: ShortText = "float32"
     tp_size: Positive = 1
     pages_per_checkpoint: int = field(init=False, default=0)
     is_limited: bool = field(init=False, default=False)

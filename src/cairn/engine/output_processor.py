@@ -194,7 +194,7 @@ class OutputProcessor:
             text=text,
             finish_reason=finish,
             stop_reason=stop_reason,
-            cache=cache_report(request) if is_first and answer.index == 0 else None,
+            cache=cache_report(request) if is_first and answer.index == 0 and finish is None else None,
             logprobs=None if logprobs is None else pack_logprobs([logprobs], 0),
             prompt_logprobs=None
             if top is None or not is_first

@@ -25,8 +25,10 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
     budget that is left to each. Whoever lacks pages preempts requests after it alone, so it does not matter that those
     before it have no rows yet.
     """
-    preemptions, enough, table = state.counters.preemptions, True, state.slots
     running, slots = list(state.running), state.running.slots
+    if not running:
+        return True
+    preemptions, enough, table = state.counters.preemptions, True, state.slots
     plain = table.num_scheduled[slots] < table.plain_until[slots]
     drafts: Mapping[int, Keys] = {}
     if state.drafting.asks(state.running.version):

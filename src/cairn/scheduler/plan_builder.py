@@ -216,12 +216,14 @@ class PlanBuilder(msgspec.Struct, eq=False):
         """Those of decode rows, then the others."""
         if not self._samples:
             return self._decode_samples
-        slots, positions, bans_stop_tokens = np.array(self._samples, np.int32).T
-        first = self._decode_samples
+        slots, positions, bans = np.array(self._samples, np.int32).T.copy()
+        first, others = self._decode_samples, Samples(slots, positions, bans.astype(np.bool_))
+        if not len(first):
+            return others
         return Samples(
-            np.concatenate([first.slots, slots]),
-            np.concatenate([first.positions, positions]),
-            np.concatenate([first.bans_stop_tokens, bans_stop_tokens.astype(np.bool_)]),
+            np.concatenate([first.slots, others.slots]),
+            np.concatenate([first.positions, others.positions]),
+            np.concatenate([first.bans_stop_tokens, others.bans_stop_tokens]),
         )
 
     def plan(self) -> StepPlan:

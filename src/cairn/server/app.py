@@ -12,11 +12,11 @@ from starlette.middleware.cors import CORSMiddleware
 from cairn.http.application import http_application
 from cairn.http.middleware import RootPath
 from cairn.server import cache_routes, status_routes
-from cairn.server.anthropic import routes as anthropic_routes
+from cairn.server.anthropic.routes import MessagesEndpoints
 from cairn.server.cache_routes import CacheViews
 from cairn.server.error_handlers import install_error_handlers
-from cairn.server.openai import routes as openai_routes
-from cairn.server.openai_responses import routes as responses_routes
+from cairn.server.openai.routes import OpenAIEndpoints
+from cairn.server.openai_responses.routes import ResponsesEndpoints
 from cairn.server.openapi import build_openapi_document
 from cairn.server.operator_queries import OperatorQueries
 from cairn.server.options import CorsOptions, ServerOptions
@@ -77,9 +77,10 @@ def create_app(service: Service) -> FastAPI:
         has_document=not options.disable_fastapi_docs,
     )
     app.state.service = service
-    app.include_router(openai_routes.router())
-    app.include_router(anthropic_routes.router())
-    app.include_router(responses_routes.router())
+    answers, renderer, rules = service.answers, service.renderer, service.translation
+    app.include_router(OpenAIEndpoints(answers, service.queries, renderer, options).router())
+    app.include_router(MessagesEndpoints(answers, renderer, rules, options).router())
+    app.include_router(ResponsesEndpoints(answers, service.responses, service.background, rules, options).router())
     app.include_router(status_routes.router(options))
     views = CacheViews(service.engine, service.queries.views, options.model_name, service.stamps.clock)
     app.include_router(cache_routes.router(views))

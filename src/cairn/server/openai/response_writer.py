@@ -4,7 +4,6 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import msgspec
@@ -28,9 +27,6 @@ from cairn.server.options import AnswerOptions
 _MARK = "\0"
 _MARK_JSON = msgspec.json.encode(_MARK)
 """Stands for a text that is not there yet. No text's JSON has it but this one's."""
-
-_shared = lru_cache(maxsize=64)(bytes)
-"""The same object for the same bytes: ends of frames, which all streams have in common, stay in a near cache."""
 
 
 @dataclass(slots=True)
@@ -191,7 +187,7 @@ class ResponseWriter(ABC):
         if choice.frame is None and output.finish_reason is None and is_plain:
             framed = self._envelope(self.chunk_object, [self._write_text(choice, _MARK)])
             before, _, after = self._chunk_event(framed).partition(_MARK_JSON)
-            choice.frame = before, _shared(after)
+            choice.frame = before, after
         return [self._chunk_event(chunk)]
 
     def closing_events(self) -> list[bytes]:
