@@ -69,15 +69,17 @@ COMPILE := $(RUN) -m cairn.kernels.cpu.compile_worker
 # The same of what pytest makes of tests' sources, a third of a minute in each of its processes.
 COMPILE_TESTS := $(RUN) -m pytest -n 0 --collect-only
 
-.PHONY: test compiled test-more test-avx2 test-clients clients-openai clients-litellm clients-programs test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm bench-llama clean
+.PHONY: test compiled compiled-tests test-more test-avx2 test-clients clients-openai clients-litellm clients-programs test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm bench-llama clean
 
-# One core is busy with types meanwhile.
+# Three that take a core each for most of a minute: two cores are both busy until the end.
 test: $(NIXL)
-	@$(MAKE) --no-print-directory -j 2 lint compiled
+	@$(MAKE) --no-print-directory -j 3 lint compiled compiled-tests
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
 compiled: $(NIXL)
 	@$(COMPILE)
+
+compiled-tests: $(NIXL)
 	@$(COMPILE_TESTS) >/dev/null || true
 
 test-ui: $(UI)
@@ -90,13 +92,17 @@ test-more: $(NIXL)
 # Those of models in which what is served computes; others are of files, configs and the reference's numbers.
 SERVED_TESTS := $(wildcard tests/models/test_*_logits.py) \
   $(patsubst %,tests/models/test_%.py,fp8 gemma4 gguf gguf_codes gpt_oss packed_checkpoints served_int4 served_int8 state_dtypes)
+# What a processor's instructions are of no matter to: rules, memory, Triton's kernels, and the reference.
+SAME_ON_ALL := $(wildcard tests/kernels/test_cuda_*.py) \
+  $(patsubst %,tests/kernels/test_%.py,attention_rule gpu_progress heap huge_pages reference wgmma_descriptors)
+CPU_KERNEL_TESTS := $(filter-out $(SAME_ON_ALL),$(wildcard tests/kernels/test_*.py))
 # Of AVX512 without BF16 and VNNI as well, of AVX-VNNI, and of AVX512 without AMX, which have other products than either.
 PRODUCT_TESTS := $(patsubst %,tests/kernels/test_%.py,panels int8 int4 codes float32_weights against_reference)
 
 test-avx2: $(NIXL)
 	@if grep -qwE 'avx512f|avx_vnni' /proc/cpuinfo; then \
 	  CAIRN_MAX_CPU_ISA=avx2 $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) \
-	    tests/kernels tests/runner $(SERVED_TESTS) tests/engine/test_exactness.py \
+	    $(CPU_KERNEL_TESTS) tests/runner $(SERVED_TESTS) tests/engine/test_exactness.py \
 	    tests/engine/test_exactness_families.py tests/engine/test_exactness_drafts.py && \
 	  if grep -qw avx512f /proc/cpuinfo; then for isa in avx512 $$(grep -m 1 -ow avx_vnni /proc/cpuinfo) \
 	    $$(grep -m 1 -ow amx_bf16 /proc/cpuinfo | sed s/amx/avx512/); do \

@@ -161,7 +161,7 @@ class Engine:
         return self.logits[number]
 
 
-# The other families have a few cases in `test_exactness_families`, and all of these in the long run.
+# The other families, and devices, have a few cases in `test_exactness_families`, and all of these in the long run.
 FAMILIES, LONG_FAMILIES = WHOLE_EXACTNESS.regular_families, WHOLE_EXACTNESS.long_families
 
 
@@ -169,8 +169,7 @@ FAMILIES, LONG_FAMILIES = WHOLE_EXACTNESS.regular_families, WHOLE_EXACTNESS.long
     scope="module",
     params=[
         *first(1, FAMILIES),
-        more(f"{FAMILIES[0]}@device"),
-        *(long(f"{name}@device") for name in FAMILIES[1:]),
+        *(long(f"{name}@device") for name in FAMILIES),
         *(pytest.param(name, marks=pytest.mark.long) for name in LONG_FAMILIES),
     ],
 )

@@ -38,7 +38,8 @@ def families(*names: str) -> list:
     return [*first(1, names), *map(long, others)]
 
 
-EVERY = [*first(1, DRAFTS.regular_families), *map(long, DRAFTS.long_families)]
+WHOLE = [DRAFTS.families[0], *map(long, DRAFTS.families[1:])]
+OTHERS = [*map(more, DRAFTS.regular_families[1:])]
 HEAD_FIRST = families("nemotron_h+mtp", "lfm2", "qwen3_5+mtp", "gpt_oss")
 PLAIN_FIRST = families("lfm2", "nemotron_h+mtp", "qwen3_5_moe", "gemma4")
 """For cases that are the scheduler's more than a family's: a model with a head first, and one without."""
@@ -76,7 +77,7 @@ class Drafted:
         return self.engine.scheduler.state.counters.spec_decode.num_accepted_tokens
 
 
-@pytest.mark.parametrize("loaded", EVERY, indirect=True, scope="module")
+@pytest.mark.parametrize("loaded", WHOLE, indirect=True, scope="module")
 @pytest.mark.parametrize(
     ("length", "pattern"),
     by_run(
@@ -97,6 +98,13 @@ def test_an_answer_has_the_logits_that_it_has_without_drafts(loaded, length, pat
     following = prompt + tuple(tokens_of(expected)[:20]) + OTHER[:9]
     assert_same(drafted.ask(following, loaded.alone(following, 8)), loaded.alone(following, 8))
     assert (drafted.num_accepted > 0) is (pattern != "none")
+
+
+@pytest.mark.parametrize("loaded", OTHERS, indirect=True, scope="module")
+@pytest.mark.parametrize(("length", "pattern"), [(63, "rising"), (130, "all")])
+def test_an_answer_of_each_family_has_the_logits_that_it_has_without_drafts(loaded, length, pattern):
+    """Other lengths are edges of the scheduler's, not of a family's layers."""
+    test_an_answer_has_the_logits_that_it_has_without_drafts(loaded, length, pattern)
 
 
 @pytest.mark.parametrize("loaded", PLAIN_FIRST, indirect=True, scope="module")
@@ -140,6 +148,7 @@ def test_a_request_preempted_between_verify_and_fold(loaded, room, steps):
     assert request.output == tokens_of(expected)
 
 
+@pytest.mark.parametrize("loaded", HEAD_FIRST, indirect=True, scope="module")
 @pytest.mark.parametrize("max_examples", [2, more(5)])
 def test_random_mixes_in_a_tiny_pool(loaded, max_examples):
     @settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))

@@ -171,7 +171,7 @@ def test_logits_behind_a_hit_anywhere(tiny_vl_model, reference):
     assert places["after the first"] >= one.start + one.length
 
 
-@pytest.mark.parametrize("budget", [72, 2048])
+@pytest.mark.parametrize("budget", [72, more(2048)])
 def test_hits_inside_an_image(tiny_vl_model, reference, budget):
     """Where no end is announced the grid's checkpoints remain, and the last that is shared lies inside the image."""
     asker = Asker(tiny_vl_model, max_num_batched_tokens=budget)
@@ -307,7 +307,7 @@ def test_cached_is_uncached_bit_for_bit_in_exact_mode(tiny_vl_model):
     assert hits == 4
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("enforce_eager", [False, more(True)])
 def test_drafts_after_images_change_nothing(tiny_vl_model, enforce_eager):
     """A row after images has three positions of its own, also where it verifies drafts: recorded passes and others."""
     parts = [image(96, 64, seed=3), text(LONG), image(64, 96, seed=4), text("and what is this?")]
