@@ -9,10 +9,10 @@ for, nothing is copied, and a call is for megabytes: the thread hardly needs Pyt
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from threading import Condition, Thread
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 _WINDOW = 256 << 20
 """Bytes that are fetched before they are wanted: the system may need the memory for something else."""
@@ -33,8 +33,7 @@ _PATIENCE = 600.0
 """Seconds that the thread waits for whoever reads. Then it ends: what is left is fetched by who touches it."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class FileRange:
+class FileRange(NamedTuple):
     """`num_bytes` bytes of a file, from `begin` on."""
 
     file: Path
@@ -55,6 +54,8 @@ _NOTHING = FileRange(Path(), 0, 0)
 
 Places = list[tuple[str, FileRange]]
 """Tensors by their names, and where they are."""
+
+_PLACE = itemgetter(1)
 
 
 class ReadAhead:
@@ -174,21 +175,22 @@ def _batches(places: Iterable[tuple[str, FileRange]], total: int) -> Iterator[Pl
         batch.append(each)
         num_bytes += each[1].num_bytes
         if num_bytes >= enough:
-            yield sorted(batch, key=lambda each: each[1])
+            yield sorted(batch, key=_PLACE)
             left -= num_bytes
             batch, num_bytes, enough = [], 0, max(min(2 * enough, _BATCH, left // 2), least)
-    yield sorted(batch, key=lambda each: each[1])
+    yield sorted(batch, key=_PLACE)
 
 
 def _runs(places: Iterable[FileRange]) -> Iterator[FileRange]:
     """Neighbours of a file as one."""
     run: FileRange | None = None
     for place in places:
-        if run is not None and (place.file, place.begin) == (run.file, run.end):
+        if run is None:
+            run = place
+        elif place.begin == run.end and place.file == run.file:
             run = FileRange(run.file, run.begin, run.num_bytes + place.num_bytes)
-            continue
-        if run is not None:
+        else:
             yield run
-        run = place
+            run = place
     if run is not None:
         yield run

@@ -69,9 +69,10 @@ class MappedFiles:
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         header = self._headers[name]
         self._ahead.reached(name)
-        file = self._file(header.file)
-        whole = all(each == slice(0, length) for each, length in zip(part, header.shape, strict=True))
-        values: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[part]
+        file = self._open.get(header.file) or self._file(header.file)
+        # A part that is as long as the tensor is all of it.
+        is_whole = tuple([each.stop - each.start for each in part]) == header.shape
+        values: Tensor = file.get_tensor(name) if is_whole else file.get_slice(name)[part]
         if self.advance is not None:
             self.advance(values.nbytes)
         return values
@@ -81,18 +82,20 @@ class MappedFiles:
         self._stack.close()
 
     def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
-        offsets: dict[str, Mapping[str, tuple[int, int]]] = {}
+        known: dict[str, tuple[Path, Mapping[str, tuple[int, int]]]] = {}
         for name in order:
-            path = self._folder / (file := self._headers[name].file)
-            if file not in offsets:
+            file = self._headers[name].file
+            if file not in known:
+                path = self._folder / file
                 with path.open("rb") as opened:
-                    offsets[file] = read_offsets(opened)
-            yield name, FileRange(path, *offsets[file][name])
+                    known[file] = path, read_offsets(opened)
+            path, offsets = known[file]
+            yield name, FileRange(path, *offsets[name])
 
     def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
-        return self._open[name]
+        """To be opened now."""
+        file = self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
+        return file
 
 
 def map_files(folder: Path, headers: Mapping[str, TensorHeader], ahead: ReadAhead) -> MappedFiles | GgufFiles:

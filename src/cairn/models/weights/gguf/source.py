@@ -118,12 +118,13 @@ class GgufFiles:
         return _stacked(read_codes(read), view.shape)
 
     def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
+        paths = {tensor.file: self._folder / tensor.file for tensor in self._checkpoint.tensors.values()}
         for name in order:
             for piece in self._checkpoint.views[name].pieces:
                 tensor = self._checkpoint.tensors[piece.tensor]
                 row = tensor.num_bytes // prod(tensor.shape[:-1])
                 place = tensor.begin + piece.begin * row, (piece.end - piece.begin) * row
-                yield name, FileRange(self._folder / tensor.file, *place)
+                yield name, FileRange(paths[tensor.file], *place)
 
     def _read_ordered(self, view: GgufView, shard: TensorShard | None, dtype: torch.dtype) -> QuantizedWeight | None:
         """A matrix whose columns are stored in another order, run by run."""
