@@ -226,11 +226,13 @@ class OpenModel:
             reading_ahead(self.folder, is_mapped(self.folder, stream)) as ahead,
             WeightReader(self.folder, self.dtype, self.family.float32_tensors, self.quantization, ahead) as reader,
         ):
-            expected = self.tensors(reader.names)
+            names = reader.names
+            spec = self.family.spec(self.config, names)
+            expected = {name: tensor.shape for name, tensor in spec.tensors(0, 1).items()}
             if is_mapped(self.folder, stream):
                 reader.read_ahead(expected)
-            reader.verify(expected, self.ignored_tensors(reader.names))
-            if self.config.tie_word_embeddings and OUTPUT in reader.names and communicator.rank == 0:
+            reader.verify(expected, self.ignored_tensors(names))
+            if self.config.tie_word_embeddings and OUTPUT in names and communicator.rank == 0:
                 logger.warning(
                     "config.json ties the output to the embedding (tie_word_embeddings), but %s is stored as well: "
                     "what is stored is served",
@@ -249,7 +251,6 @@ class OpenModel:
                 load_stored,
                 lambda weight: read_weight(weight, lend, lend_stored),
             )
-            spec = self.family.spec(self.config, reader.names)
 
             def read_all() -> None:
                 for tensor in spec.tensors(communicator.rank, communicator.size).values():

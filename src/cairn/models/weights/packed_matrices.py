@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.sharding import Slice, TensorShard
 from cairn.models.weights.compiled_loops import read_codes
-from cairn.models.weights.packed_layouts import Coding, PackedLayout, codings
+from cairn.models.weights.packed_layouts import Coding, PackedLayout, Wanted, codings
 from cairn.models.weights.tensor_headers import TensorHeader
 
 logger = logging.getLogger(__name__)
@@ -105,8 +105,8 @@ def resolve_matrix(
     if len(shape) != layout.num_dims:
         return f"{file}: {name} {list(shape)} is stored as {layout.format}, which is for matrices alone"
     problems = []
-    for coding in codings(layout, shape):
-        matrix = _match(headers, name, layout, coding)
+    for coding, wanted in _choices(layout, shape):
+        matrix = _match(headers, name, layout, coding, wanted)
         if not isinstance(matrix, str):
             return matrix
         problems.append(matrix)
@@ -114,6 +114,12 @@ def resolve_matrix(
         return problems[0]
     sizes = " or ".join(map(str, layout.sizes))
     return f"{file}: {name} ({layout.format}): groups of {sizes} do not divide its {shape[-1]} inputs into whole words"
+
+
+@lru_cache(maxsize=1024)
+def _choices(layout: PackedLayout, shape: tuple[int, ...]) -> tuple[tuple[Coding, Mapping[str, Wanted]], ...]:
+    """The codings that a matrix of this shape may have, and what each wants: many matrices are of one shape."""
+    return tuple((coding, layout.wanted(coding)) for coding in codings(layout, shape))
 
 
 def packed_tensors(headers: Mapping[str, TensorHeader], name: str, layout: PackedLayout) -> Iterator[str]:
@@ -141,15 +147,17 @@ def layouts_by_name(headers: Mapping[str, TensorHeader], layouts: Layouts) -> di
     }
 
 
-def _match(headers: Mapping[str, TensorHeader], name: str, layout: PackedLayout, coding: Coding) -> PackedMatrix | str:
+def _match(
+    headers: Mapping[str, TensorHeader], name: str, layout: PackedLayout, coding: Coding, roles: Mapping[str, Wanted]
+) -> PackedMatrix | str:
     tensors = {}
-    for role, wanted in layout.wanted(coding).items():
+    for role, wanted in roles.items():
         stored = layout.stored_name(name, role)
-        if stored is None or stored not in headers:
+        header = None if stored is None else headers.get(stored)
+        if stored is None or header is None:
             if wanted.optional:
                 continue
             return f"{stored} {list(wanted.shapes[0])} ({layout.format}) is missing"
-        header = headers[stored]
         if header.shape not in wanted.shapes or header.dtype not in wanted.dtypes:
             dtype = header.dtype if header.dtype in wanted.dtypes else wanted.dtypes[0]
             return (

@@ -41,19 +41,23 @@ def empty_codes(
     type_name: str, num_rows: int, row_bytes: int, dtype: torch.dtype, device: torch.device = _HOST
 ) -> QuantizedWeight:
     """So many rows, of nothing yet."""
-    single = _single_row(type_name, row_bytes, dtype)
-    memory, end = passing_tensor((num_rows * single.nbytes,), torch.uint8, device), 0
-    parts = {}
-    # Those of the widest numbers first, each at a multiple of its own.
-    for name, part in sorted(single.row_tensors().items(), key=lambda each: -each[1].itemsize):
-        begin, end = end, end + num_rows * part.nbytes
-        parts[name] = memory[begin:end].view(part.dtype).view(num_rows, part.shape[1])
+    single, fields = _single_row(type_name, row_bytes, dtype)
+    memory, end, parts = passing_tensor((num_rows * single.nbytes,), torch.uint8, device), 0, {}
+    for name, number, width in fields:
+        begin, end = end, end + num_rows * width * number.itemsize
+        parts[name] = memory[begin:end].view(number).view(num_rows, width)
     return single.with_rows(parts)
 
 
 @cache
-def _single_row(type_name: str, row_bytes: int, dtype: torch.dtype) -> QuantizedWeight:
-    return pack_blocks(type_name, np.zeros((1, row_bytes), np.uint8), dtype)
+def _single_row(
+    type_name: str, row_bytes: int, dtype: torch.dtype
+) -> tuple[QuantizedWeight, tuple[tuple[str, torch.dtype, int], ...]]:
+    """Its tensors by name, dtype and numbers as well: those of the widest numbers first, each at a multiple of its own
+    where rows are put one after the other."""
+    single = pack_blocks(type_name, np.zeros((1, row_bytes), np.uint8), dtype)
+    parts = sorted(single.row_tensors().items(), key=lambda each: -each[1].itemsize)
+    return single, tuple((name, part.dtype, part.shape[1]) for name, part in parts)
 
 
 def has_loops() -> bool:
