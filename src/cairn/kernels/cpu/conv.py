@@ -92,6 +92,13 @@ def _add_tap(out: Any, source: Any, weight: Any, count: int) -> None:
 
 
 @jit
+def _clear(numbers: Any) -> None:
+    """So many as a bias of a block has."""
+    for j in range(BLOCK):
+        numbers[j] = ZERO
+
+
+@jit
 def _bias_of(o: Any, channel: int, zeros: Any) -> Any:
     return advance(o.bias, channel) if o.has_bias else zeros
 
@@ -147,8 +154,7 @@ def _conv_decode(begin: int, end: int, o: Any, s: Any) -> None:
     """Items are sequences."""
     taps, channels = o.width - 1, o.channels
     zeros = stack_buffer(BLOCK)
-    for j in range(BLOCK):
-        zeros[j] = ZERO
+    _clear(zeros)
     scratch = s.states
     if has_verifies(s):
         buffer = np.empty(room_for_state(s.state_size), np.float32)
@@ -205,8 +211,7 @@ def _conv_prefill(begin: int, end: int, o: Any, s: Any, num_rows: int) -> None:
     """Items are blocks of rows, from the first prefill row on."""
     taps, channels = o.width - 1, o.channels
     zeros = stack_buffer(BLOCK)
-    for j in range(BLOCK):
-        zeros[j] = ZERO
+    _clear(zeros)
     sequence = s.first_prefill
     first_prefill_row = int(s.cu_seqlens[sequence])
     first_row = first_prefill_row + begin * ROWS
