@@ -120,7 +120,7 @@ def pack_codes(parts: Sequence[QuantizedWeight]) -> PackedCodes | CodedRows:
     unit = 32 if HAS_AMX else whole
     words = -(-inputs // unit) * unit // in_word(form)
     step_work().add_weight(num_bytes, "codes panels")
-    put_off = dict.fromkeys(each for part in parts for each in part.put_off)
+    put_off: dict[Any, None] = dict.fromkeys(each for part in parts for each in part.put_off)
     shape = torch.Size((*outer, outputs, inputs))
     return packing().together(put_off, lambda: _lay_out(parts, form, shape, words))
 

@@ -105,7 +105,7 @@ class Packing:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._put_off: list[Callable[[], None]] | None = None
+        self._put_off: list[PackedLoop] | None = None
         self._collected: list[PackedLoop] = []
         self._batches: list[_Batch] = []
         self._num_collected = self._num_bytes = 0
@@ -130,7 +130,7 @@ class Packing:
             self._batches, self._collected = [], []
             self._pool, self._num_collected, self._num_bytes, self._are_together = None, 0, 0, False
 
-    def put_off(self, read: Callable[[], object]) -> tuple[Callable[[], None], ...]:
+    def put_off(self, read: Callable[[], object]) -> tuple[PackedLoop, ...]:
         """The loops that would get rows ready in `read`, where others are laid out in the background: nobody may look
         at the rows before they have run. Elsewhere they do at once."""
         self._put_off = None if self._pool is None else []
@@ -155,11 +155,11 @@ class Packing:
         self.run(PackedLoop(_copy["bytes"], items, cost, source.nbytes, places, (source, out)))
         return out
 
-    def together(self, put_off: Collection[Callable[[], None]], lay_out: Callable[[], Result]) -> Result:
+    def together(self, put_off: Collection[PackedLoop], lay_out: Callable[[], Result]) -> Result:
         """`lay_out`, whose loops take what these have made, and stay on one thread with them."""
         self._are_together = bool(put_off) and self._pool is not None
         for each in put_off:
-            self.run(each) if self._are_together and isinstance(each, PackedLoop) else each()
+            self.run(each)
         try:
             return lay_out()
         finally:
