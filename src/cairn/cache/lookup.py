@@ -95,8 +95,8 @@ class OriginFilter:
                 return self.resumed and maker == self.request_id
 
 
-class _Found(NamedTuple):
-    """What a lookup has found for a prompt of `keys`, in the words of `PrefixMatch` and `SequenceBlocks`. `shared`: the
+class _Known(NamedTuple):
+    """What a lookup knows of a prompt of `keys`, in the words of `PrefixMatch` and `SequenceBlocks`. `shared`: the
     pages of the tokens before `matched`."""
 
     keys: Keys
@@ -120,7 +120,7 @@ class PrefixLookup:
         self._layout = layout
         self._exact = exact
         self._eviction = eviction
-        self._memo: dict[tuple[Namespace, str, int | None], _Found] = {}
+        self._memo: dict[tuple[Namespace, str, int | None], _Known] = {}
         self._joined: OrderedDict[Node, tuple[Parts | None, Parts]] = OrderedDict()
         self._version = 0
 
@@ -140,33 +140,33 @@ class PrefixLookup:
             self._version = version
         name = (namespace, request_id, resumed_from)
         num_prompt_tokens = len(keys) if resumed_from is None else resumed_from
-        found = self._memo.get(name)
-        if found is None or not np.array_equal(found.keys, keys):
+        known = self._memo.get(name)
+        if known is None or not np.array_equal(known.keys, keys):
             may = OriginFilter(self._exact, request_id, num_prompt_tokens, resumed_from is not None)
-            found = self._memo[name] = self._find(root, keys, may)
+            known = self._memo[name] = self._find(root, keys, may)
         return SequenceBlocks(
             request_id=request_id,
             namespace=namespace,
             num_prompt_tokens=num_prompt_tokens,
             match=PrefixMatch(
-                hit=found.hit,
-                matched=found.matched,
-                ever_matched=found.walk.ever_matched,
-                checkpoint=found.checkpoint,
-                restore=found.checkpoint.pages if found.checkpoint is not None else None,
-                last_checkpoint_node=found.last_checkpoint_node,
-                left=found.left,
+                hit=known.hit,
+                matched=known.matched,
+                ever_matched=known.walk.ever_matched,
+                checkpoint=known.checkpoint,
+                restore=known.checkpoint.pages if known.checkpoint is not None else None,
+                last_checkpoint_node=known.last_checkpoint_node,
+                left=known.left,
                 miss_reason=Reason.DISABLED,
-                walk=found.walk,
+                walk=known.walk,
             ),
-            blocks=PageTables(tuple(map(PageTable.shared, found.shared))),
+            blocks=PageTables(tuple(map(PageTable.shared, known.shared))),
             tokens=KeyBuffer(keys),
-            node=found.node,
+            node=known.node,
             decode_from=num_prompt_tokens if self._exact else len(keys),
-            committed=found.matched,
+            committed=known.matched,
         )
 
-    def _find(self, root: Node | None, keys: Keys, may: OriginFilter) -> "_Found":
+    def _find(self, root: Node | None, keys: Keys, may: OriginFilter) -> "_Known":
         length = len(keys)
         prompt_walk = walk(root, TokenKey(keys), may.run_end()) if root is not None else Walk()
         path, groups = prompt_walk.path, self._layout.groups
@@ -181,7 +181,7 @@ class PrefixLookup:
             if hit < anywhere:
                 hit, checkpoint = anywhere, None
         matched = hit if ends is not None else prompt_walk.matched
-        return _Found(
+        return _Known(
             keys,
             prompt_walk,
             hit,
