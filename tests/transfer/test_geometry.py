@@ -463,7 +463,7 @@ def test_lists_of_the_wrong_length_are_refused() -> None:
 
 def order_from(remote: CacheLayout, *, ranks=None, local_pages: int = 25) -> ReadOrder:
     """Of 400 tokens, for a server with blocks of 16."""
-    pairing = Pairing(remote, geometry(1), (), np.zeros((4, 0), np.int64))
+    pairing = Pairing(0, remote, geometry(1), (), np.zeros((4, 0), np.int64))
     lists = np.arange(-(-400 // remote.block_size)), np.arange(local_pages)
     read = order(pairing, 0, 400, lists)
     return read if ranks is None else msgspec.structs.replace(read, peer=Peer("p", remote, ranks))

@@ -195,7 +195,26 @@ def test_a_description_with_a_wrong_number_is_refused_and_the_true_one_still_wor
     while link.poll(handle) is ReadState.READING:
         source.progress()
     assert np.array_equal(mine[1], theirs[3])
-    assert link.close() == source.close() == link.num_leaked == 0
+    assert link.close() == source.close() == 0
+
+
+@pytest.mark.parametrize(
+    ("remote", "local", "num_ranges"),
+    [([3, 4, 5], [0, 1, 2], 1), ([3, 4, 5], [0, 2, 1], 3), ([5, 3, 4], [0, 1, 2], 2), ([3], [1], 1)],
+)
+def test_pages_that_follow_each_other_on_both_sides_are_one_range(monkeypatch, reader, remote, local, num_ranges):
+    link, mine = reader
+    theirs, source = pool(2), NixlLink("source")
+    source.register(Region.of(theirs))
+    peer, rows, describe = link.connect(source.describe()), [], link._agent.get_xfer_descs
+    monkeypatch.setattr(
+        link._agent, "get_xfer_descs", lambda table, kind: (rows.append(len(table)), describe(table, kind))[1]
+    )
+    handle = link.read(peer, pages(remote, local))
+    while link.poll(handle) is ReadState.READING:
+        source.progress()
+    assert np.array_equal(mine[local], theirs[remote])
+    assert rows == [num_ranges, num_ranges] and link.close() == source.close() == 0
 
 
 @pytest.fixture

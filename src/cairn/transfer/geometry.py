@@ -113,15 +113,17 @@ class GroupPairing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairing:
-    """How one local rank reads from a peer, for every request: the pages of each attention group, and `states`."""
+    """How local rank `rank` reads from a peer, for every request: the pages of each attention group, and `states`."""
 
+    rank: int
     remote: CacheLayout
     local: CacheLayout
     groups: tuple[GroupPairing, ...]
     states: _Ranges
 
-    def reads(self, order: ReadOrder) -> Reads:
-        """What the order takes of each remote rank. Raises LinkError for page lists of another length."""
+    def reads(self, order: ReadOrder, *, whole: bool = False) -> Reads:
+        """What the order takes of each remote rank; `whole`: all of each page, of a peer of equal sizes. Raises
+        LinkError for page lists of another length."""
         parts = []
         if order.remote and len(order.remote) != len(self.groups):
             raise LinkError(f"pages of {len(order.remote)} attention groups where there are {len(self.groups)}")
@@ -133,18 +135,26 @@ class Pairing:
                 _check_count(
                     f"{name}_pages", pages, num_range_pages(start, end, side.tokens), f"tokens [{start}, {end}) take"
                 )
-            if start < end:
+            if whole:
+                parts.append(self._whole_pages(remote.pages, local.pages))
+            elif start < end:
                 ranges = _cut(group.ranges(start, end), self.remote.page_bytes, self.local.page_bytes)
                 parts.append(self._descriptors(ranges, remote.pages, local.pages))
         if order.remote_checkpoint is not None and order.local_checkpoint is not None:
             states = order.remote_checkpoint, order.local_checkpoint
             for name, pages, geometry in zip(("remote", "local"), states, (self.remote, self.local), strict=True):
                 _check_count(f"{name}_state", pages, geometry.pages_per_checkpoint, "a checkpoint takes")
-            parts.append(self._descriptors(self.states, *states))
+            parts.append(self._whole_pages(*states) if whole else self._descriptors(self.states, *states))
         if not parts:
             return {}
         ranks, *columns = np.concatenate(parts, axis=1)
-        return {int(rank): Descriptors(*(each[ranks == rank] for each in columns)) for rank in np.unique(ranks)}
+        return {rank: Descriptors(*(each[ranks == rank] for each in columns)) for rank in set(ranks.tolist())}
+
+    def _whole_pages(self, remote_pages: Pages, local_pages: Pages) -> _Array:
+        """As `_descriptors`; what is behind the end of a state comes along."""
+        zeros = np.zeros(len(local_pages), np.int64)
+        size = zeros + self.local.page_bytes
+        return np.stack((zeros + self.rank, remote_pages, zeros, local_pages, zeros, size))
 
     def _descriptors(self, ranges: _Ranges, remote_pages: Pages, local_pages: Pages) -> _Array:
         """Ranks and columns of `Descriptors`, int64 [6, n], of ranges in these pages that cross the end of none."""
@@ -171,7 +181,7 @@ def pair(model: ModelUnits, remote: CacheLayout, local: CacheLayout, rank: int) 
         for units, (theirs, ours) in zip(model.attention, sides, strict=False)
     ]
     states = _cut(_state_ranges(model, remote, local, rank), remote.page_bytes, local.page_bytes)
-    return Pairing(remote, local, tuple(groups), states)
+    return Pairing(rank, remote, local, tuple(groups), states)
 
 
 def _pair_group(
@@ -319,11 +329,6 @@ class PairedPages:
         if len(order.peer.ranks) != remote.tp_size:
             raise LinkError(f"the peer describes {len(order.peer.ranks)} ranks and has {remote.tp_size}")
         try:
-            reads = self._pairing(remote).reads(order)
+            return self._pairing(remote).reads(order, whole=remote == self._local)
         except ConfigError as error:
             raise LinkError(str(error)) from error
-        if remote == self._local:
-            # whole pages: what is behind the end of a state comes along
-            for descriptors in reads.values():
-                descriptors.num_bytes[:] = remote.page_bytes
-        return reads

@@ -18,7 +18,7 @@ Traps of NIXL, and what is done about them here:
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -126,7 +126,7 @@ class _Read:
 
 class NixlLink:
     """A `Link`: one agent and one region. Its name is `role` and a new uuid, so a restarted process is another peer.
-    `num_leaked` counts handles and peers that NIXL would not release."""
+    Handles and peers that NIXL would not release are leaked; other reads go on."""
 
     def __init__(self, role: str, new_uuid: Callable[[], uuid.UUID] = uuid.uuid4) -> None:
         """Raises ConfigError when NIXL is not installed or has no UCX here."""
@@ -137,7 +137,6 @@ class NixlLink:
         self._peers: dict[str, _Peer] = {}
         self._reads: dict[ReadHandle, _Read] = {}
         self._next = 0
-        self.num_leaked = 0
 
     @property
     def num_open(self) -> int:
@@ -265,20 +264,23 @@ class NixlLink:
                 self._agent.prep_xfer_dlist(name, whole, kind(remote.device)).release()
         except LinkError:
             if name and name not in self._peers:
-                with self._cleanup_errors():
+                with suppress(*self._errors):
                     self._agent.remove_remote_agent(name)
             raise
         self._peers[name] = _Peer(remote)
 
     def _ranges(self, descriptors: Descriptors, region: Region, remote: Description) -> tuple[object, ...]:
-        lists = []
-        for start, page_bytes, device, page, offset in (
-            (region.address, region.page_bytes, region.device, descriptors.local_page, descriptors.local_offset),
-            (remote.address, remote.page_bytes, remote.device, descriptors.remote_page, descriptors.remote_offset),
-        ):
-            rows = range_table(start + page * page_bytes + offset, descriptors.num_bytes, device)
-            lists.append(self._agent.get_xfer_descs(rows, kind(device)))
-        return tuple(lists)
+        local = region.address + descriptors.local_page * region.page_bytes + descriptors.local_offset
+        there = remote.address + descriptors.remote_page * remote.page_bytes + descriptors.remote_offset
+        # What follows on both sides is one range: NIXL joins those of prepared lists alone.
+        sizes = descriptors.num_bytes[:-1]
+        apart = (np.diff(local) != sizes) | (np.diff(there) != sizes)
+        first = np.flatnonzero(np.concatenate(([True], apart)))
+        size = np.add.reduceat(descriptors.num_bytes, first)
+        return tuple(
+            self._agent.get_xfer_descs(range_table(address[first], size, device), kind(device))
+            for address, device in ((local, region.device), (there, remote.device))
+        )
 
     def _remove_peer(self, peer: str) -> None:
         """Remove a disconnected peer once none of its reads is open."""
@@ -286,11 +288,11 @@ class NixlLink:
         if peer_state.is_connected or any(read.peer == peer for read in self._reads.values()):
             return
         del self._peers[peer]
-        with self._cleanup_errors():
+        with suppress(*self._errors):
             self._agent.remove_remote_agent(peer)
 
     def _release(self, transfer: Any) -> None:
-        with self._cleanup_errors():
+        with suppress(*self._errors):
             self._agent.release_xfer_handle(transfer)
 
     @contextmanager
@@ -309,14 +311,6 @@ class NixlLink:
             yield
         except self._errors as error:
             raise LinkError(f"NIXL cannot {what}: {type(error).__name__}: {error}") from error
-
-    @contextmanager
-    def _cleanup_errors(self) -> Iterator[None]:
-        """What NIXL does not release is leaked; other reads go on."""
-        try:
-            yield
-        except self._errors:
-            self.num_leaked += 1
 
     def _limit(self, remote: Description) -> str:
         """What reading takes where pages lie in a GPU's memory, on either side."""
