@@ -132,8 +132,8 @@ EXPORTED = {
     "cairn": "__version__",
     "cairn.errors": "AuditError CairnError ConfigError DownloadError EngineDead InvalidBody InvalidRequest LeasesFull "
     "ModelError NotFound Overloaded QueueFull RequestError",
-    "cairn.types": "Boundary BoundaryKind Clock Count Keys ManualClock Pages Positive RequestId SamplingParams Size "
-    "SystemClock first_in_reach",
+    "cairn.types": "Boundary BoundaryKind Clock Count Keys ManualClock Pages Positive RequestId SamplingParams "
+    "ShortText Size SystemClock first_in_reach",
     "cairn.step": "Admit DRAFTED DecodeRows Fold FoldSnapshot GRID Image Index Logprobs PageCopy PrefillRow Restore "
     "SAMPLED SampledToken Samples Save Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks "
     "VerifiedTokens VerifyRow",
