@@ -405,11 +405,19 @@ def test_messages_that_are_wrong(server, messages, param):
 
 
 @pytest.mark.parametrize(
-    "body", ["", "{", '{"prompt": "x",}', "[1", "\ud800".encode("utf-8", "surrogatepass"), "[" * 100_000]
+    ("body", "why"),
+    [
+        ("", "must be a JSON object"),
+        ("{", "not valid JSON"),
+        ('{"prompt": "x",}', "not valid JSON"),
+        ("[1", "not valid JSON"),
+        ("\ud800".encode("utf-8", "surrogatepass"), "not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
 )
-def test_invalid_json(server, body):
+def test_invalid_json(server, body, why):
     headers = {"Content-Type": "application/json"}
-    refused(server.post("/v1/completions", content=body, headers=headers))
+    assert why in refused(server.post("/v1/completions", content=body, headers=headers))["message"]
 
 
 @pytest.mark.parametrize("body", [[], "text", 5, None])

@@ -120,7 +120,8 @@ def _decode_json(request: Request, body: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise InvalidBody(f"the body is not valid JSON: {error.msg}") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidBody(*(explain_unreadable(body) or ("the body cannot be read", None))) from error
+        why = "is nested too deeply" if isinstance(error, RecursionError) else "cannot be read"
+        raise InvalidBody(*(explain_unreadable(body) or (f"the body {why}", None))) from error
     if isinstance(decoded, dict):
         request.scope[_TRANSFER_PARAMS] = decoded.get("kv_transfer_params")
         record_session(request.scope, decoded)
