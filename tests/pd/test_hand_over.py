@@ -4,15 +4,18 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from pd_world import REMOTE_DECODE, World, alone, prefill, silent
+from pd_world import LAYOUT_HASH, REMOTE_DECODE, World, alone, prefill, silent
 
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.transfers.kv_transfer import parse_role
 from cairn.errors import InvalidRequest
 from cairn.scheduler.fetch import cancel_slow_fetch
+from cairn.scheduler.kv_lookup import answer_lookup
 from cairn.scheduler.peer_source import MAX_RELEASES
 from cairn.step import Image
+from cairn.transfer.contract import ContentName, LookupId, LookupRequest
+from cairn.transfer.digest import ContentDigest
 from cairn.transfer.leases import LeaseState
 from cairn.types import RequestId
 from doubles.hand_plans import slots_without_row
@@ -393,6 +396,19 @@ def test_an_answer_of_another_salt_is_not_found():
     assert p.scheduler.state.counters.external_hits == 0
     prefill(p, turn, hint=hint(d, first), namespace=salted)
     assert p.scheduler.state.counters.external_hits > 0
+
+
+def test_content_that_is_named_with_another_adapter_than_its_digests_is_not_offered():
+    """Only a peer that lies does so."""
+    world, p, d = pair()
+    name = d.submit(TEXT[:130], max_tokens=100, params=prefill(p, TEXT[:130]))
+    world.run()
+    digest, offered = ContentDigest(LAYOUT_HASH, ContentName()), []
+    digest.append(np.array(TEXT[:130] + d.answers[name][:-1]))
+    d.port.answer_lookup = lambda lookup, offer: offered.append(None if offer is None else len(offer.keys))
+    for adapter in ("", "another"):
+        answer_lookup(d.scheduler.state, LookupRequest(LookupId(1), adapter, digest.marks, 0, digest.of()))
+    assert offered == [229, None]
 
 
 def test_the_reason_says_that_another_server_failed():

@@ -10,6 +10,7 @@ import pytest
 from cairn.transfer import producer
 from cairn.transfer.contract import (
     ContentName,
+    KvSource,
     LeaseEnded,
     LookupId,
     LookupRequest,
@@ -501,6 +502,14 @@ def test_an_answer_that_ends_between_two_marks_is_read_to_its_end(p, d, end):
     for rank in case.d.ranks:
         rank.check_tokens(case.content, 0, end, [*range(case.d.pages_of(end))], only_these=False)
         rank.check_file(case.content, end, range(90, 90 + case.d.pages_per_file))
+
+
+@pytest.mark.parametrize(
+    ("end", "reach"), [(None, 448), (64, 64), (431, 431), (500, 500), (501, 448), (10**9, 448), (0, 448), (-1, 448)]
+)
+def test_a_source_provides_tokens_up_to_its_end_and_to_marks_where_that_is_not_known(end, reach):
+    assert KvSource("p", "127.0.0.1", 1, end=end).reach(500) == reach
+    assert KvSource("p", "127.0.0.1", 1, "cmpl-1", N16, end).reach(500) == 500, "a lease delivers all of it"
 
 
 @pytest.mark.parametrize("end", [-1, 0, 501, 10**9])

@@ -1,5 +1,7 @@
 """Digests are equal exactly when layout, name and tokens are."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,6 +19,15 @@ TOKENS = st.lists(st.integers(-5, 5), max_size=4)
 def test_equal_only_when_everything_is(first, second):
     one, two = (ContentDigest(layout, name).of(np.array(tokens, np.int64)) for layout, name, tokens in (first, second))
     assert (one == two) == (first == second) and len(one) == DIGEST_BYTES
+
+
+def test_each_part_of_a_name_counts_alone():
+    named = itertools.product((LAYOUT, b"M" * 32), ("", "a", "as"), (None, "", "s", "\ud800", "\0"), ((), (0,), (115,)))
+    digests = [
+        ContentDigest(layout, ContentName(adapter, salt)).of(np.array(tokens, np.int64))
+        for layout, adapter, salt, tokens in named
+    ]
+    assert len(set(digests)) == len(digests) == 90
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (63, 64, 65), (64, 128), (10, 20, 200)])

@@ -147,7 +147,13 @@ def test_a_grant_that_does_not_follow_from_the_claim_is_refused(changed):
 
 
 @pytest.mark.parametrize(
-    "other", [(), PEER.geometry.groups[:2], (*PEER.geometry.groups[:2], AttentionGroup("group", 24, 64))]
+    "other",
+    [
+        (),
+        PEER.geometry.groups[:2],
+        (*PEER.geometry.groups[:2], AttentionGroup("group", 24, 64)),
+        (*PEER.geometry.groups[:2], AttentionGroup("group", 24, 128, True)),
+    ],
 )
 def test_a_peer_with_other_groups_is_not_read(other):
     """The handshake refuses it before."""

@@ -151,6 +151,22 @@ def test_a_lease_ends_at_its_time_and_no_heartbeat_brings_it_back(book, clock):
     assert book.take_ended() == [] and num_pages(book) == 0 and next_end(book) is None
 
 
+@pytest.mark.parametrize("first_asked", ["claim", "decline", "heartbeat", "confirm"])
+def test_whoever_asks_first_after_a_leases_time_hears_that_it_has_expired(book, clock, first_asked):
+    """Nobody has looked at the clock before."""
+    offered = book.offer(OFFER)
+    if first_asked in ("heartbeat", "confirm"):
+        granted_by(book, claim(offered))
+    clock.advance(30.0)
+    asked = {
+        "claim": lambda: book.claim(claim(offered)),
+        "decline": lambda: book.decline("cmpl-1", offered.nonce),
+        "heartbeat": lambda: book.heartbeat(offered),
+        "confirm": lambda: book.confirm(offered),
+    }
+    assert asked[first_asked]() is RefusalReason.EXPIRED and offered.state is LeaseState.EXPIRED
+
+
 def test_heartbeats_prolong_a_claim_up_to_the_greatest_age(book, clock):
     offered = book.offer(OFFER)
     clock.advance(5.0)

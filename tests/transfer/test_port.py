@@ -262,6 +262,24 @@ def test_a_peer_that_has_read_is_served_a_while_longer():
     assert not world.port.is_serving
 
 
+def test_links_make_progress_for_as_long_as_a_peer_may_be_reading():
+    world, served = World(), []
+    world.port._ranks = SimpleNamespace(serve=served.append)
+
+    def turn():
+        world.port.turn()
+        return served.pop()
+
+    assert not turn()
+    ref = parsed(world.port.offer(OFFER), world.p.name)
+    assert turn()
+    world.port.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    drive(world)
+    assert world.port.is_idle and turn(), "it may have given up, and still be reading"
+    world.clock.advance(LeaseLimits(max_pages=1).linger)
+    assert not turn()
+
+
 def test_every_command_has_the_thread_look_again():
     """It may be asleep until something comes by a socket: it would not see a lease expire."""
     world, looks, prompt = World(), [], np.arange(40)
@@ -278,3 +296,17 @@ def test_every_command_has_the_thread_look_again():
         command()
         world.event_loop.spin()
         assert len(looks) == number
+
+
+def test_the_scheduler_is_told_of_a_lease_whose_time_is_up():
+    """It may be asleep, and keeps the pages until it has heard."""
+    world, told = World(), []
+    world.port._ranks = SimpleNamespace(serve=lambda on: None)
+    reference = world.port.offer(OFFER)
+    world.events.notify = lambda: told.append(world.clock.now())
+    for _ in range(2):
+        world.port.turn()
+        assert told == []
+        world.clock.advance(15.0)
+    world.port.turn()
+    assert told == [30.0] and world.port.events() == [LeaseEnded(reference, "expired")]

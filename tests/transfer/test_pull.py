@@ -1,6 +1,7 @@
 """One transfer at a time: what moves, what is accepted, and how it ends when something goes wrong."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -219,6 +220,28 @@ def test_a_producer_that_has_restarted_is_tried_at_once_however_often_the_one_be
         assert "no answer" in failures(lost(world, 11))[0]
     restarted(world, 3)
     assert failures(world.run()) == [None] and world.consumer.unresponsive.num_skipped == 0
+
+
+def test_a_producer_that_has_restarted_is_greeted_anew_though_nobody_says_that_the_one_before_is_gone(monkeypatch):
+    """Its machine has lost power: the connection to it still looks open."""
+    world = World()
+    restarted(world, 1)
+    assert failures(world.run()) == [None]
+    monkeypatch.setattr(world, "cut", lambda: None)
+    restarted(world, 2)
+    assert failures(world.run()) == [None]
+
+
+def test_a_reference_of_another_engine_ends_no_transfer_that_is_under_way():
+    """Whoever sends one may have made it up."""
+    world = World(descriptors_per_poll=1)
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    first = world.pull(world.pull_spec(ref, PROMPT, range(10)))
+    assert world.run(3) == [] and world.link.moved
+    other = replace(ref, engine_id="prefill-0")
+    second = world.pull(world.pull_spec(other, PROMPT, range(20, 30)))
+    outcomes = {event.pull: event.failure for event in world.run() if isinstance(event, PullEnded)}
+    assert outcomes[first] is None and "another engine" in outcomes[second]
 
 
 def test_a_producer_that_restarts_during_a_handshake_is_not_taken_for_silent():

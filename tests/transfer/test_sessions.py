@@ -2,6 +2,7 @@
 becomes of questions."""
 
 import asyncio
+import gc
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from cairn.transfer.contract import Peer
-from cairn.transfer.leases import LeaseLimits
+from cairn.transfer.leases import Lease, LeaseLimits
 from cairn.transfer.producer import ROOM_SECONDS, Producer
 from cairn.transfer.session import HANDSHAKE_SECONDS, ConsumerTools, PeerFailed, ProducerSession
 from cairn.transfer.stream import ConnectionLost
@@ -132,6 +133,7 @@ def test_another_layout_is_refused_by_whoever_sees_it_first():
     wire = Wire(d=identity("d", b"M" * 32))
     wire.pump()
     assert "layouts differ" in str(wire.session.failure) and not wire.p.streams
+    assert isinstance(wire.said_by_p(), Denied), "what its links say of themselves is for those that fit"
     wire, other = Wire(), Wire()
     theirs = replace(other.said_by_p().peer, layout=b"M" * 32)
     wire.answer(Welcome(wire.hello.nonce, theirs))
@@ -301,6 +303,22 @@ def test_a_question_with_a_number_that_is_taken_is_refused():
     world.deliver()
     assert answers().decode(world.p.channel.sent[-1]) == Answer(claim.number, Refused(RefusalReason.USED))
     assert len(world.leases._active) == 2 and world.consumer.frames.dropped == 1
+
+
+def test_a_connection_keeps_nothing_of_claims_that_have_ended():
+    """It stays for all that follow."""
+    world = World()
+    world.leases._limits = LeaseLimits(max_pages=64, max_remembered=1)
+    prompt = keys(160)
+    for number in range(4):
+        ref = world.offer(prompt, range(10, 20), request_id=f"ended-{number}")
+        world.pull(world.pull_spec(ref, prompt, range(10)))
+        assert [getattr(event, "failure", None) for event in world.run()] == [None, None]
+        assert [ended.state for ended in world.leases.take_ended()] == ["confirmed"]
+    gc.collect()
+    left = [each.request_id for each in gc.get_objects() if isinstance(each, Lease)]
+    assert [name for name in left if name.startswith("ended-")] == ["ended-3"]
+    assert len(world.channel.streams) == 1
 
 
 def test_a_consumer_that_asks_without_end_and_takes_no_answers_is_not_read_any_more():
