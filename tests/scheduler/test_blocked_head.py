@@ -137,19 +137,14 @@ def plain(value):
 
 
 @pytest.mark.more
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-@given(**MIX)
-def test_what_is_kept_is_what_would_be_found_anew(monkeypatch, **mix):
+def test_what_is_kept_is_what_would_be_found_anew(monkeypatch):
     find, could_free = PrefixLookup.find, PrefixCache.could_free
     seen = Counter()
 
     def checked_find(prefix_lookup, version, root, namespace, keys, request_id, resumed_from):
         sequence = find(prefix_lookup, version, root, namespace, keys, request_id, resumed_from)
-        anew = prefix_lookup._find(root, namespace, keys, request_id, resumed_from)
+        fresh = PrefixLookup(prefix_lookup._layout, prefix_lookup._exact, prefix_lookup._eviction)
+        anew = find(fresh, version, root, namespace, keys, request_id, resumed_from)
         told, wanted = ([plain(getattr(one, field.name)) for field in fields(one)] for one in (sequence, anew))
         assert told == wanted
         seen["finds"] += 1
@@ -161,8 +156,12 @@ def test_what_is_kept_is_what_would_be_found_anew(monkeypatch, **mix):
         seen[told] += 1
         return told
 
-    with monkeypatch.context() as patched:
-        patched.setattr(PrefixLookup, "find", checked_find)
-        patched.setattr(PrefixCache, "could_free", checked_could_free)
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(**MIX)
+    def check(**mix):
         check_mix(**mix)
-    assert seen["finds"]
+
+    monkeypatch.setattr(PrefixLookup, "find", checked_find)
+    monkeypatch.setattr(PrefixCache, "could_free", checked_could_free)
+    check()
+    assert seen["finds"] and seen[True]
