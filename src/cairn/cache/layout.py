@@ -78,7 +78,7 @@ class CacheLayout:
     state_units: Count
     checkpoint_dtype: ShortText = "float32"
     state_dtype: ShortText = "float32"
-    tp_size: Positive = 1
+    tp_size: Annotated[int, Meta(ge=1, le=1024)] = 1
     pages_per_checkpoint: int = field(init=False, default=0)
     is_limited: bool = field(init=False, default=False)
     pages_to_resume: int = field(init=False, default=0)
