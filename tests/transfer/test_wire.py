@@ -299,8 +299,15 @@ MANY_GROUPS = 65 * [{"name": "", "tokens_per_page": 16}]
 
 @pytest.mark.parametrize(
     ("field", "lie"),
-    [("state_dtype", 65 * "x"), ("tp_size", 0), ("tp_size", 1025), ("page_bytes", 1 << 51), ("groups", MANY_GROUPS)],
-    ids=["state_dtype", "no ranks", "too many ranks", "page_bytes", "groups"],
+    [
+        ("state_dtype", 65 * "x"),
+        ("tp_size", 0),
+        ("tp_size", 1025),
+        ("page_bytes", (1 << 40) + 1),
+        ("state_units", (1 << 20) + 1),
+        ("groups", MANY_GROUPS),
+    ],
+    ids=["state_dtype", "no ranks", "too many ranks", "page_bytes", "state_units", "groups"],
 )
 def test_sizes_of_a_peer_that_are_out_of_range_are_not_read(field, lie):
     sizes = geometries()

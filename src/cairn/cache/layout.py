@@ -17,9 +17,12 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from cairn.types import Count, Positive, ShortText, Size, first_in_reach
+from cairn.types import Positive, ShortText, first_in_reach
 
 __all__ = ["AttentionGroup", "CacheLayout", "reach_name"]
+
+_Size = Annotated[int, Meta(ge=0, le=1 << 40)]
+_Units = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 
 def reach_name(reach: int | None, chunked: bool) -> str:
@@ -70,12 +73,12 @@ class CacheLayout:
     """
 
     block_size: Positive
-    page_bytes: Size
-    page_units: Positive
+    page_bytes: _Size
+    page_units: _Units
     groups: Annotated[tuple[AttentionGroup, ...], Meta(max_length=64)]
-    header_bytes: Size
-    state_bytes: Size
-    state_units: Count
+    header_bytes: _Size
+    state_bytes: _Size
+    state_units: _Units
     checkpoint_dtype: ShortText = "float32"
     state_dtype: ShortText = "float32"
     tp_size: Annotated[int, Meta(ge=1, le=1024)] = 1
