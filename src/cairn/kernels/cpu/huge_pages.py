@@ -15,8 +15,9 @@ from torch import Tensor
 from cairn.machine import map_memory
 
 _HUGE_PAGE = 2 << 20
-_REGION = 64 << 20
-"""Bytes that are mapped at once, for many weights: what is never written takes no memory."""
+_REGION = 256 << 20
+"""Bytes that are mapped at once, for many weights: what is never written takes no memory. To map some waits for threads
+that write to new memory meanwhile, and all Python waits with it."""
 
 _ALIGNMENT = 64
 

@@ -9,6 +9,7 @@ for, nothing is copied, and a call is for megabytes: the thread hardly needs Pyt
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from mmap import MADV_RANDOM, mmap
 from operator import itemgetter
 from pathlib import Path
 from threading import Condition, Thread
@@ -98,6 +99,11 @@ class ReadAhead:
         self._thread = Thread(target=self._run, args=work, name="cairn-read-ahead", daemon=True)
         self._thread.start()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether what is wanted is being fetched."""
+        return self._order is not None
+
     def reached(self, name: str) -> None:
         """A tensor will be read now or soon. To be called by one thread."""
         self._done = max(self._done, self._ends.get(name, 0))
@@ -164,6 +170,16 @@ class ReadAhead:
                 return False
         self._fetched += num_bytes
         return not self._stopped
+
+
+def map_file(path: Path, access: int, ahead: ReadAhead) -> mmap:
+    """A file, mapped into memory. `access`: as mmap has it. A page that is touched before `ahead` has fetched it comes
+    alone: else the system would fetch megabytes around it, in small pages, before what is wanted next."""
+    with path.open("rb") as file:
+        mapped = mmap(file.fileno(), 0, access=access)
+    if ahead.has_begun:
+        mapped.madvise(MADV_RANDOM)
+    return mapped
 
 
 def _batches(places: Iterable[tuple[str, FileRange]], total: int) -> Iterator[Places]:

@@ -1,21 +1,21 @@
 """Where the stored numbers of tensors come from: files mapped into memory, or, in `device_copy`, copies to a device."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from math import prod
+from mmap import ACCESS_COPY
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from cairn.models.sharding import Slice
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.gguf.source import GgufFiles
-from cairn.models.weights.read_ahead import FileRange, ReadAhead
+from cairn.models.weights.read_ahead import FileRange, ReadAhead, map_file
 from cairn.models.weights.tensor_headers import TensorHeader, first_file, read_offsets
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -47,7 +47,11 @@ class TensorSource(Protocol):
 
 class MappedFiles:
     """The files of a folder, mapped into memory. A `TensorSource`; to be closed. `advance`: called with the number of
-    bytes of each part."""
+    bytes of each part.
+
+    `safetensors` has looked at the headers before, but does not hand out the tensors: with torch it looks at the first
+    number of each (`get_tensor` of 0.8.0), so whoever asks for one waits for the disk, and all Python with it.
+    """
 
     device = torch.device("cpu")
 
@@ -56,10 +60,9 @@ class MappedFiles:
         self.advance: Callable[[int], None] | None = None
         self._folder = folder
         self._headers = headers
-        self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
+        self._open: dict[str, Tensor] = {}
+        self._offsets: dict[str, Mapping[str, tuple[int, int]]] = {}
         self._ahead = ahead
-        self._stack.callback(self._ahead.close)
 
     def read_ahead(self, order: Iterable[str]) -> None:
         """These tensors will be read, one after the other: see `ReadAhead.begin`."""
@@ -69,33 +72,42 @@ class MappedFiles:
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         header = self._headers[name]
         self._ahead.reached(name)
-        file = self._open.get(header.file) or self._file(header.file)
+        file, stored = self._open.get(header.file), TORCH_DTYPES[header.dtype]
+        if file is None:
+            file = self._open[header.file] = self._map(header.file)
+        begin, num_bytes = self._offsets_of(header.file)[name]
+        numbers = file[begin : begin + num_bytes]
+        # Where a header's length is no multiple of it.
+        whole = (numbers.clone() if begin % stored.itemsize else numbers).view(stored).view(header.shape)
         # A part that is as long as the tensor is all of it.
         is_whole = tuple([each.stop - each.start for each in part]) == header.shape
-        values: Tensor = file.get_tensor(name) if is_whole else file.get_slice(name)[part]
+        values = whole if is_whole else whole[part]
         if self.advance is not None:
             self.advance(values.nbytes)
         return values
 
     def close(self) -> None:
         self._open.clear()
-        self._stack.close()
+        self._ahead.close()
 
     def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
-        known: dict[str, tuple[Path, Mapping[str, tuple[int, int]]]] = {}
+        paths: dict[str, Path] = {}
         for name in order:
             file = self._headers[name].file
-            if file not in known:
-                path = self._folder / file
-                with path.open("rb") as opened:
-                    known[file] = path, read_offsets(opened)
-            path, offsets = known[file]
-            yield name, FileRange(path, *offsets[name])
+            path = paths.get(file) or paths.setdefault(file, self._folder / file)
+            yield name, FileRange(path, *self._offsets_of(file)[name])
 
-    def _file(self, name: str) -> Any:
-        """To be opened now."""
-        file = self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
-        return file
+    def _offsets_of(self, file: str) -> Mapping[str, tuple[int, int]]:
+        """See `read_offsets`. Both threads ask."""
+        offsets = self._offsets.get(file)
+        if offsets is None:
+            with (self._folder / file).open("rb") as opened:
+                offsets = self._offsets[file] = read_offsets(opened)
+        return offsets
+
+    def _map(self, file: str) -> Tensor:
+        """Its bytes. Nobody writes there, but torch warns of memory that cannot be written to."""
+        return torch.frombuffer(map_file(self._folder / file, ACCESS_COPY, self._ahead), dtype=torch.uint8)
 
 
 def map_files(folder: Path, headers: Mapping[str, TensorHeader], ahead: ReadAhead) -> MappedFiles | GgufFiles:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
+from mmap import ACCESS_READ
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -21,7 +22,7 @@ from cairn.models.weights.gguf.checkpoint import open_gguf
 from cairn.models.weights.gguf.codes import CODED, empty_codes, fill_codes, has_loops, pack_blocks, take_columns
 from cairn.models.weights.gguf.header import GgufTensor
 from cairn.models.weights.gguf.views import GgufView, Order
-from cairn.models.weights.read_ahead import FileRange, ReadAhead
+from cairn.models.weights.read_ahead import FileRange, ReadAhead, map_file
 
 PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -183,9 +184,8 @@ class GgufFiles:
         """All rows of a stored tensor, [rows, bytes]."""
         file = self._open.get(tensor.file)
         if file is None:
-            mapped = np.memmap(self._folder / tensor.file, dtype=np.uint8, mode="r")
-            # Parts of a plain array cost a tenth of what those of its subclass do.
-            file = self._open[tensor.file] = np.asarray(mapped)
+            mapped = map_file(self._folder / tensor.file, ACCESS_READ, self._ahead)
+            file = self._open[tensor.file] = np.frombuffer(mapped, np.uint8)
         return file[tensor.begin : tensor.begin + tensor.num_bytes].reshape(prod(tensor.shape[:-1]), -1)
 
 
