@@ -1,7 +1,7 @@
 """Rows in parts are laid out in panels as all of them joined would be, wherever they lie."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -93,6 +93,29 @@ def test_rows_laid_out_in_the_background_are_there_at_the_end(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("two_threads")
+def test_rows_are_laid_out_once_they_have_arrived() -> None:
+    rows, panels = drawn_rows(1024, 1024, torch.bfloat16), torch.zeros(32, 1024, PANEL, 2, dtype=torch.uint8)
+    stored, arrivals = rows.clone(), list[str]()
+
+    def arrival() -> Callable[[], None]:
+        number = len(arrivals)
+        arrivals.append("asked")
+
+        def wait() -> None:
+            arrivals[number] = "waited"
+            rows.copy_(stored)
+
+        return wait
+
+    rows.zero_()
+    with packing().in_background(arrival):
+        fill_panels([rows], panels)
+        fill_panels([rows], torch.empty_like(panels))
+    assert arrivals == ["waited"] * 2
+    assert torch.equal(panels, laid_out([stored], 2, 1024))
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_what_fails_in_the_background_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no loop")
@@ -111,9 +134,9 @@ def test_small_rows_share_a_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
     run_all = packing_module._run_all
 
-    def noted(loops: Any) -> None:
+    def noted(loops: Any, wait: Any) -> None:
         runs.append(len(loops))
-        run_all(loops)
+        run_all(loops, wait)
 
     monkeypatch.setattr(packing_module, "_run_all", noted)
     made = []
@@ -134,11 +157,11 @@ def test_the_caller_takes_what_no_thread_has_begun(monkeypatch: pytest.MonkeyPat
     ran: list[int] = []
     run_all, caller, others_done = packing_module._run_all, threading.get_ident(), threading.Event()
 
-    def noted(loops: Any) -> None:
+    def noted(loops: Any, wait: Any) -> None:
         ran.append(threading.get_ident())
         if ran[-1] != caller:
             assert others_done.wait(60)
-        run_all(loops)
+        run_all(loops, wait)
         if len(ran) == 5:
             others_done.set()
 

@@ -1,21 +1,24 @@
 """Files are fetched in the order in which they will be read, no further than the window, whatever happens to them."""
 
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from cairn.models.registry import open_model
 from cairn.models.weights import loader, read_ahead
 from cairn.models.weights.loader import WeightReader
-from cairn.models.weights.read_ahead import FileRange, ReadAhead
-from cairn.models.weights.tensor_headers import first_file
-from cairn.models.weights.tensor_source import stored_bytes
+from cairn.models.weights.read_ahead import FileRange, Places, ReadAhead, ReadingOrder
+from cairn.models.weights.tensor_headers import first_file, read_headers
+from cairn.models.weights.tensor_source import MappedFiles, stored_bytes
 from models.gguf_files import write_gguf
 
 PIECE = 1000
@@ -51,14 +54,22 @@ def file(tmp_path: Path) -> Path:
 def ahead() -> Iterator[Callable[..., ReadAhead]]:
     made: list[ReadAhead] = []
 
-    def make(places: Any, *files: Path) -> ReadAhead:
+    def make(places: Places, *files: Path, small: Sequence[str] = ()) -> ReadAhead:
         made.append(ReadAhead())
-        made[-1].begin(places, files)
+        made[-1].begin(order_of(places, *files, small=small))
         return made[-1]
 
     yield make
     for each in made:
         each.close()
+
+
+def order_of(places: Places, *files: Path, small: Sequence[str] = ()) -> ReadingOrder:
+    def locate(names: Iterable[str]) -> Places:
+        wanted = set(names)
+        return [each for each in places if each[0] in wanted]
+
+    return ReadingOrder([name for name, _ in places], locate, files, small)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -95,15 +106,81 @@ def test_what_is_asked_for_before_its_turn_is_fetched_all_the_same(file: Path, f
     """Whoever asks may wait until it is there."""
     gate = threading.Event()
 
-    def places() -> Iterator[tuple[str, FileRange]]:
-        gate.wait()
-        yield from tensors(file, 4, PIECE)
+    def locate(names: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
+        if names:
+            gate.wait()
+            yield from tensors(file, 4, PIECE)
 
-    reader = ahead(places())
-    for name in "0123":
-        reader.reached(name)
-    gate.set()
-    wait_until(lambda: len(fetched) == 4)
+    with closing(ReadAhead()) as reader:
+        reader.begin(ReadingOrder("0123", locate, []))
+        for name in "0123":
+            reader.reached(name)
+        gate.set()
+        wait_until(lambda: len(fetched) == 4)
+
+
+def waiter(reader: ReadAhead, *names: str) -> threading.Thread:
+    thread = threading.Thread(target=reader.wait_for, args=(names,), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_who_waits_for_tensors_has_them_fetched_beyond_the_window(file: Path, fetched: Fetched, ahead: Any) -> None:
+    reader = ahead(tensors(file, 40, 2500))
+    wait_until(lambda: sum(size for _, size in fetched) >= WINDOW)
+    waiting = waiter(reader, "0", "30")
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert sum(size for _, size in fetched) >= 31 * 2500
+
+
+def test_nobody_waits_for_what_is_not_fetched(file: Path, tmp_path: Path, fetched: Fetched, ahead: Any) -> None:
+    """Tensors that were not said to be wanted, of a file that is gone, and when nothing is fetched any more."""
+    ReadAhead().wait_for(("a",))
+    reader = ahead(tensors(file, 40, 2500))
+    reader.wait_for(("other", "1"))
+    ahead([("a", FileRange(tmp_path / "gone", 0, 10))]).wait_for(("a",))
+    reader.close()
+    reader.wait_for(("39",))
+
+
+def test_what_was_reached_has_arrived_once_it_is_fetched(
+    file: Path, monkeypatch: pytest.MonkeyPatch, fetched: Fetched, ahead: Any
+) -> None:
+    gate, sendfile = threading.Semaphore(0), read_ahead.os.sendfile
+
+    def one_by_one(*given: int) -> int:
+        assert gate.acquire(timeout=30)
+        return int(sendfile(*given))
+
+    monkeypatch.setattr(read_ahead.os, "sendfile", one_by_one)
+    reader = ahead(tensors(file, 4, PIECE))
+    reader.reached("0"), reader.reached("1")
+    first, nothing = reader.arrival(), reader.arrival()
+    nothing()
+    waiting = threading.Thread(target=first, daemon=True)
+    waiting.start()
+    gate.release()
+    wait_until(lambda: len(fetched) == 1)
+    assert waiting.is_alive()
+    gate.release()
+    waiting.join(30)
+    assert not waiting.is_alive() and len(fetched) < 4
+    gate.release(2)
+
+
+@pytest.mark.parametrize(("apart", "order"), [(2, [1, 10, 11, 12]), (30, [10, 11, 12, 1])])
+def test_small_tensors_that_lie_together_come_first(
+    apart: int, order: list[int], file: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of which each would be fetched alone do not."""
+    monkeypatch.setattr(read_ahead, "_FEW", 1)
+    monkeypatch.setattr(read_ahead, "_NEAR", 10 * PIECE)
+    places = [(str(number), FileRange(file, number * PIECE, PIECE)) for number in (10, 11, 12, 1, 1 + apart)]
+    reader = ahead(places, small=("1", str(1 + apart)))
+    reader.reached("12"), reader.wait_for((str(1 + apart),))
+    begins = [begin // PIECE for begin, _ in fetched]
+    assert [number for number in dict.fromkeys(begins) if number in order] == order
 
 
 def test_batches_grow(file: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +218,7 @@ def test_a_file_is_fetched_from_its_beginning_on_until_it_is_known_what_is_wante
         assert fetched == [(number * PIECE, PIECE) for number in range(4)]
         # What has been fetched is not once more.
         places = dict(tensors(file, 8, PIECE))
-        reader.begin([(name, places[name]) for name in "73261"], [file])
+        reader.begin(order_of([(name, places[name]) for name in "73261"], file))
         wait_until(lambda: len(fetched) == 6)
         assert [begin // PIECE for begin, _ in fetched[4:]] == [7, 6]
 
@@ -186,6 +263,42 @@ def test_the_system_has_what_was_fetched(tmp_path: Path, ahead: Any) -> None:
         wait_until(lambda: in_memory(path))
 
 
+def test_who_asks_for_a_tensor_does_not_fetch_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(1 << 20), "b": torch.ones(3 << 20)}, path)
+    headers = read_headers(tmp_path)
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with closing(MappedFiles(tmp_path, headers, ReadAhead())) as files:
+        before = bytes_from_disk()
+        tensor = files.read("b", (slice(0, 3 << 20),), None)
+        asked = bytes_from_disk()
+        assert (tensor == 1).all()
+        if bytes_from_disk() == asked:
+            pytest.skip("a folder in memory, or a system that does not forget")
+        # The header's page, and what the system reads with it.
+        assert asked - before <= 1 << 20
+
+
+def bytes_from_disk() -> int:
+    """That this process has had fetched so far."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
+def test_tensors_need_not_begin_at_multiples_of_their_numbers_bytes(tmp_path: Path) -> None:
+    """safetensors' own writer has them so, the format does not."""
+    numbers = torch.arange(12, dtype=torch.float32).view(3, 4)
+    header = json.dumps({"a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}})
+    header += " " * (1 - len(header) % 4 + 4)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + numbers.numpy().tobytes())
+    with closing(MappedFiles(tmp_path, read_headers(tmp_path), ReadAhead())) as files:
+        assert torch.equal(files.read("a", (slice(0, 3), slice(0, 4)), None), numbers)
+        assert torch.equal(files.read("a", (slice(1, 3), slice(0, 2)), None), numbers[1:, :2])
+
+
 def in_memory(path: Path) -> bool:
     """Whether the system has the last page of a file."""
     with path.open("rb") as opened:
@@ -218,7 +331,7 @@ def test_all_weights_of_a_model_are_fetched_where_its_files_have_them(
         place = write_gguf(place, tmp_path / "model.gguf", "Q8_0")
     model = open_model(place, keeps="codes")
     with WeightReader(place, model.dtype, model.family.float32_tensors, model.quantization) as reader:
-        order = list(reader._reading_order(model.tensors(reader.names)))
+        order = [name for name, _ in reader._reading_order(model.tensors(reader.names))]
         ranges = list(reader._files._places(order))
         sizes: dict[str, int] = {}
         for name, each in ranges:

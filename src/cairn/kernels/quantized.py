@@ -118,8 +118,9 @@ class QuantizedWeight:
 
     def __getitem__(self, place: int | slice | Tensor) -> "QuantizedWeight":
         """An expert's, of a stack, or some rows."""
-        take = self.changed if isinstance(place, Tensor) else self.viewed
-        return take(lambda part: as_bytes(part)[place].view(part.dtype))
+        if isinstance(place, Tensor):
+            return self.changed(lambda part: as_bytes(part)[place].view(part.dtype))
+        return self.viewed(lambda part: part[place])
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in the model's dtype or another one, rounded to it once."""

@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,6 +42,9 @@ _LEAST_IN_BACKGROUND = 1 << 20
 
 _MOST_WAITING = 4 << 20
 """Bytes of rows that wait: those that were put in order for this take memory until then."""
+
+_FILE_SHARE = 16
+"""So many bytes of rows that lie in files count as one that waits."""
 
 _SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
 """By the bytes of a word, the highest bit of each of its bytes."""
@@ -75,13 +79,17 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
             cost = num_bytes // _COPY_RATE
             packing().run(PackedLoop(loop[word], items, cost, num_bytes, places, (part, panels)))
         first += rows
-    if columns < lines:
-        panels[:, columns:] = 0
-    if first < count * PANEL:
-        panels[first // PANEL, :, first % PANEL :] = 0
+    cleared = 0 if columns < lines else first // PANEL
+    if cleared < count:
+        # Whoever writes to new memory waits for its pages.
+        cost, taken = (
+            (count - cleared) * lines * PANEL * word // _COPY_RATE,
+            (address, cleared, first, columns, lines, word),
+        )
+        packing().run(PackedLoop(_clear["bytes"], count - cleared, cost, 0, taken, (panels,)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PackedLoop:
     """`items` of a loop over so many bytes, with what it takes. `kept`: what is at these places."""
 
@@ -96,8 +104,11 @@ class PackedLoop:
         self.loop(self.items, packing().cost(self.cost), *self.places)
 
 
-_Batch = tuple[Future[None], list[PackedLoop], int]
-"""Loops that one thread runs, and their bytes."""
+_Batch = tuple[Future[None], Callable[[], None], int]
+"""What runs loops on one thread, and their bytes that wait."""
+
+_NO_LIMIT = -1
+"""Fewer bytes than ever wait."""
 
 
 class Packing:
@@ -108,27 +119,30 @@ class Packing:
         self._put_off: list[PackedLoop] | None = None
         self._collected: list[PackedLoop] = []
         self._batches: list[_Batch] = []
-        self._num_collected = self._num_bytes = 0
+        self._num_collected = self._num_kept = self._num_waiting = 0
         self._are_together = False
+        self._arrival: Callable[[], Callable[[], None]] = lambda: _nothing
 
     @contextmanager
-    def in_background(self) -> Iterator[None]:
+    def in_background(self, arrival: Callable[[], Callable[[], None]] = lambda: _nothing) -> Iterator[None]:
         """Inside, rows that were given are laid out on other threads, and nobody may look at panels; at the end all
         are. Each of them has one of the threads, of which there is one less than torch has, as the caller is one too
-        where it would wait: with a single one all is done at once."""
+        where it would wait: with a single one all is done at once. `arrival`: gives what is called before the loops
+        that were collected until then run, and waits for what they read."""
         threads = torch.get_num_threads() - 1
         if threads < 1 or self._pool is not None:
             yield
             return
-        self._pool = ThreadPoolExecutor(threads, "cairn-packing")
+        self._pool, self._arrival = ThreadPoolExecutor(threads, "cairn-packing"), arrival
         try:
             yield
             self._submit()
-            self._wait_for(0)
+            self._wait_for(_NO_LIMIT)
         finally:
             self._pool.shutdown(cancel_futures=True)
             self._batches, self._collected = [], []
-            self._pool, self._num_collected, self._num_bytes, self._are_together = None, 0, 0, False
+            self._num_collected = self._num_kept = self._num_waiting = 0
+            self._pool, self._are_together = None, False
 
     def put_off(self, read: Callable[[], object]) -> tuple[PackedLoop, ...]:
         """The loops that would get rows ready in `read`, where others are laid out in the background: nobody may look
@@ -173,6 +187,7 @@ class Packing:
             return
         self._collected.append(loop)
         self._num_collected += loop.num_bytes
+        self._num_kept += loop.num_bytes if self._are_together else loop.num_bytes // _FILE_SHARE
         if not self._are_together:
             self._submit(_LEAST_IN_BACKGROUND)
 
@@ -180,15 +195,16 @@ class Packing:
         """What loops that are together make is wanted now."""
         if self._are_together:
             self._submit()
-            self._wait_for(0)
+            self._wait_for(_NO_LIMIT)
 
     def _submit(self, least: int = 0) -> None:
         """If loops over so many bytes were collected."""
         if self._pool is not None and self._collected and self._num_collected >= least:
             self._wait_for(_MOST_WAITING)
-            self._batches.append((self._pool.submit(_run_all, self._collected), self._collected, self._num_collected))
-            self._num_bytes += self._num_collected
-            self._collected, self._num_collected = [], 0
+            run = partial(_run_all, self._collected, self._arrival())
+            self._batches.append((self._pool.submit(run), run, self._num_kept))
+            self._num_waiting += self._num_kept
+            self._collected, self._num_collected, self._num_kept = [], 0, 0
 
     def cost(self, nanoseconds: int) -> int:
         """What a loop is to be said to take: while others are in the background it stays on its thread, which is done
@@ -197,13 +213,13 @@ class Packing:
 
     def _wait_for(self, most: int) -> None:
         """Until there are no more bytes than that: meanwhile the caller takes what no thread has begun."""
-        while self._batches and (self._num_bytes > most or self._batches[0][0].done()):
+        while self._batches and (self._num_waiting > most or self._batches[0][0].done()):
             number = 0
             if not self._batches[0][0].done():
                 number = next((n for n, (begun, *_) in enumerate(self._batches) if begun.cancel()), 0)
-            begun, loops, num_bytes = self._batches.pop(number)
-            _run_all(loops) if begun.cancelled() else begun.result()
-            self._num_bytes -= num_bytes
+            begun, run, num_bytes = self._batches.pop(number)
+            run() if begun.cancelled() else begun.result()
+            self._num_waiting -= num_bytes
 
 
 @kernel({"bytes": (U8, U8, INT, INT)})
@@ -213,8 +229,26 @@ def _copy(begin: int, end: int, source: Any, target: Any, size: int, num_bytes: 
         target[j] = source[j]
 
 
-def _run_all(loops: list[PackedLoop]) -> None:
+@kernel({"bytes": (U8, INT, INT, INT, INT, INT)})
+def _clear(
+    begin: int, end: int, panels: Any, start: int, rows: int, columns: int, lines: int, word: int
+) -> None:  # fmt: skip
+    """Zeros to where there is none of so many rows and columns. Items are panels, from the one called `start` on."""
+    for item in range(begin, end):
+        panel = start + item
+        height = min(max(rows - panel * PANEL, 0), PANEL)
+        for line in range(lines):
+            target = advance(panels, (panel * lines + line) * PANEL * word)
+            for j in range(height * word if line < columns else 0, PANEL * word):
+                target[j] = np.uint8(0)
+
+
+def _nothing() -> None: ...
+
+
+def _run_all(loops: list[PackedLoop], wait: Callable[[], None]) -> None:
     """One after the other. What they work with is there until the end."""
+    wait()
     LoopSequence([each.loop.later(each.items, *each.places) for each in loops])()
     loops.clear()
 

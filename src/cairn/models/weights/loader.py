@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, TypeVar
@@ -58,6 +59,9 @@ REMEDY = "download it again if config.json and tensors are not of one checkpoint
 READABLE = ("BF16", "F16", "F32")
 """safetensors' names of the dtypes that are converted to the serving dtype; FP8 needs factors, others are unknown."""
 
+
+_MOST_SMALL, _MOST_FIRST = 1 << 16, 1 << 11
+"""Numbers of a tensor that is looked at by who asks for it, and so many of which are fetched before all others."""
 
 Result = TypeVar("Result")
 
@@ -196,7 +200,8 @@ class WeightReader:
         self._matrices: dict[tuple[str, tuple[int, ...]], PackedMatrix | str] = {}
         self._verified: dict[str, tuple[int, ...]] = {}
         self._used: set[str] = set()
-        self._files = map_files(folder, self.headers, ahead or ReadAhead())
+        self._ahead = ahead or ReadAhead()
+        self._files = map_files(folder, self.headers, self._ahead)
         self._source: TensorSource = self._files
 
     def __enter__(self) -> Self:
@@ -207,7 +212,13 @@ class WeightReader:
 
     def read_ahead(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Has a thread fetch the tensors that these are read from, in this order, if it has not begun before."""
-        self._files.read_ahead(self._reading_order(expected))
+        order = list(self._reading_order(expected))
+        small = (name for name, is_looked_at in order if is_looked_at)
+        self._files.read_ahead([name for name, _ in order], list(islice(small, _MOST_FIRST)))
+
+    def arrival(self) -> Callable[[], None]:
+        """See `ReadAhead`."""
+        return self._ahead.arrival()
 
     @contextmanager
     def telling(self, advance: Callable[[int], None]) -> Iterator[None]:
@@ -237,13 +248,17 @@ class WeightReader:
         used = self._used if expected == self._verified else used_tensors(self.headers, expected, self._quantization)
         return sum(stored_bytes(self.headers[name]) for name in used)
 
-    def _reading_order(self, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-        """The tensors that these are read from, one after the other, but for small ones of FP8."""
-        for name in expected:
+    def _reading_order(self, expected: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, bool]]:
+        """The tensors that these are read from, one after the other, and whether they are small, and looked at by who
+        asks for them."""
+        for name, shape in expected.items():
             if (layout := self._layouts.get(name)) is not None:
-                yield from packed_tensors(self.headers, name, layout)
-            elif name in self.headers:
-                yield name
+                for stored in packed_tensors(self.headers, name, layout):
+                    yield stored, False
+            elif (header := self.headers.get(name)) is not None:
+                yield name, prod(shape) <= _MOST_SMALL
+                if header.dtype == FP8 and (scale := find_scale(self.headers, name, self._quantization)) is not None:
+                    yield scale.name, True
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """Raises ModelError naming tensors that are missing, unknown, misshapen or of a dtype that cannot be read."""
@@ -282,6 +297,8 @@ class WeightReader:
             return None
         if (columns := find_scale_columns(name, shape, shard, scale.block)) is None:
             return None
+        # All are looked at before products are made of them.
+        self._ahead.wait_for((name,))
         numbers = self._read(name, shape, shard, torch.uint8, lambda *part: self._stored(*part).view(torch.uint8), copy)
         rows = shard.slices if shard is not None and shard.dim == 0 else ((0, shape[0]),)
         factors = self._read(scale.name, self.headers[scale.name].shape, None, torch.float32, self._stored)
@@ -302,8 +319,14 @@ class WeightReader:
             return None
         given: set[int] = set()
 
+        def read_stored(stored: str, part: tuple[slice, ...]) -> torch.Tensor:
+            if len(part) == 1:
+                # An order of inputs is looked at now.
+                self._ahead.wait_for((stored,))
+            return self._stored(stored, part)
+
         def read_part(stored: str, part: tuple[slice, ...]) -> torch.Tensor:
-            values = self._stored(stored, part)
+            values = read_stored(stored, part)
             given.add(_memory_of(values))
             return values
 
@@ -313,7 +336,7 @@ class WeightReader:
         def read() -> QuantizedWeight | None:
             if isinstance(matrix, str):
                 raise ModelError(matrix)
-            return matrix.read_shard(read_part if copy else self._stored, shard, self._dtype)
+            return matrix.read_shard(read_part if copy else read_stored, shard, self._dtype)
 
         weight = self._naming(name, read)
         # Parts may still be the files' memory.
@@ -360,6 +383,8 @@ class WeightReader:
     ) -> torch.Tensor:
         """A tensor or a shard of it, part by part as `read` gives it; `copy`: in other memory. Raises ModelError."""
         self._check(name, shape)
+        if copy:
+            self._ahead.wait_for((name,))
         return self._naming(name, lambda: self._read_parts(shape, shard, dtype, partial(read, name), copy))
 
     def _naming(self, name: str, read: Callable[[], Result]) -> Result:

@@ -1,10 +1,10 @@
 """Where the stored numbers of tensors come from: files mapped into memory, or, in `device_copy`, copies to a device."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from math import prod
-from mmap import ACCESS_COPY
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -15,7 +15,7 @@ from torch import Tensor
 from cairn.models.sharding import Slice
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.gguf.source import GgufFiles
-from cairn.models.weights.read_ahead import FileRange, ReadAhead, map_file
+from cairn.models.weights.read_ahead import FileRange, ReadAhead, ReadingOrder
 from cairn.models.weights.tensor_headers import TensorHeader, first_file, read_offsets
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -64,10 +64,10 @@ class MappedFiles:
         self._offsets: dict[str, Mapping[str, tuple[int, int]]] = {}
         self._ahead = ahead
 
-    def read_ahead(self, order: Iterable[str]) -> None:
-        """These tensors will be read, one after the other: see `ReadAhead.begin`."""
+    def read_ahead(self, names: Sequence[str], small: Sequence[str]) -> None:
+        """These tensors will be read, one after the other: see `ReadingOrder`."""
         files = {header.file for header in self._headers.values()}
-        self._ahead.begin(self._places(order), [self._folder / file for file in files])
+        self._ahead.begin(ReadingOrder(names, self._places, [self._folder / file for file in files], small))
 
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         header = self._headers[name]
@@ -90,9 +90,9 @@ class MappedFiles:
         self._open.clear()
         self._ahead.close()
 
-    def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
+    def _places(self, names: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
         paths: dict[str, Path] = {}
-        for name in order:
+        for name in names:
             file = self._headers[name].file
             path = paths.get(file) or paths.setdefault(file, self._folder / file)
             yield name, FileRange(path, *self._offsets_of(file)[name])
@@ -106,8 +106,10 @@ class MappedFiles:
         return offsets
 
     def _map(self, file: str) -> Tensor:
-        """Its bytes. Nobody writes there, but torch warns of memory that cannot be written to."""
-        return torch.frombuffer(map_file(self._folder / file, ACCESS_COPY, self._ahead), dtype=torch.uint8)
+        """Its bytes."""
+        with (self._folder / file).open("rb") as opened:
+            # Nobody writes there, but torch warns of memory that cannot be written to.
+            return torch.frombuffer(mmap(opened.fileno(), 0, access=ACCESS_COPY), dtype=torch.uint8)
 
 
 def map_files(folder: Path, headers: Mapping[str, TensorHeader], ahead: ReadAhead) -> MappedFiles | GgufFiles:

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from mmap import ACCESS_READ
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -22,7 +21,7 @@ from cairn.models.weights.gguf.checkpoint import open_gguf
 from cairn.models.weights.gguf.codes import CODED, empty_codes, fill_codes, has_loops, pack_blocks, take_columns
 from cairn.models.weights.gguf.header import GgufTensor
 from cairn.models.weights.gguf.views import GgufView, Order
-from cairn.models.weights.read_ahead import FileRange, ReadAhead, map_file
+from cairn.models.weights.read_ahead import FileRange, ReadAhead, ReadingOrder
 
 PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -62,14 +61,15 @@ class GgufFiles:
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "cairn-gguf")
         self._ahead = ahead
 
-    def read_ahead(self, order: Iterable[str]) -> None:
+    def read_ahead(self, names: Sequence[str], small: Sequence[str]) -> None:
         """See `MappedFiles`."""
         files = {tensor.file for tensor in self._checkpoint.tensors.values()}
-        self._ahead.begin(self._places(order), [self._folder / file for file in files])
+        self._ahead.begin(ReadingOrder(names, self._places, [self._folder / file for file in files], small))
 
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         """See `TensorSource`; in `dtype`, or where that is None as it is stored, in float32 if it is quantized."""
         self._ahead.reached(name)
+        self._ahead.wait_for((name,))
         view = self._checkpoint.views[name]
         shape = tuple(each.stop - each.start for each in part)
         if self.advance is not None:
@@ -94,6 +94,9 @@ class GgufFiles:
         kinds, or is cut inside a block, or its columns are in another order inside groups."""
         self._ahead.reached(name)
         view = self._checkpoint.views[name]
+        if view.column_order is not None or view.row_order is not None:
+            # They are put in order now.
+            self._ahead.wait_for((name,))
         if view.column_order is not None:
             return self._read_ordered(view, shard, dtype)
         cut = _cut_blocks(view.shape, view.type_name, view.num_bytes, shard)
@@ -118,9 +121,9 @@ class GgufFiles:
 
         return _stacked(read_codes(read), view.shape)
 
-    def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
+    def _places(self, names: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
         paths = {tensor.file: self._folder / tensor.file for tensor in self._checkpoint.tensors.values()}
-        for name in order:
+        for name in names:
             for piece in self._checkpoint.views[name].pieces:
                 tensor = self._checkpoint.tensors[piece.tensor]
                 row = tensor.num_bytes // prod(tensor.shape[:-1])
@@ -184,8 +187,9 @@ class GgufFiles:
         """All rows of a stored tensor, [rows, bytes]."""
         file = self._open.get(tensor.file)
         if file is None:
-            mapped = map_file(self._folder / tensor.file, ACCESS_READ, self._ahead)
-            file = self._open[tensor.file] = np.frombuffer(mapped, np.uint8)
+            mapped = np.memmap(self._folder / tensor.file, dtype=np.uint8, mode="r")
+            # Parts of a plain array cost a tenth of what those of its subclass do.
+            file = self._open[tensor.file] = np.asarray(mapped)
         return file[tensor.begin : tensor.begin + tensor.num_bytes].reshape(prod(tensor.shape[:-1]), -1)
 
 
