@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.errors import ConfigError
-from cairn.kernels.contract import Kernels
+from cairn.kernels.contract import Kernels, Weight
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.layers.attention import Attention
 from cairn.layers.communicator import SINGLE_RANK, Communicator
@@ -102,14 +102,13 @@ class _DecoderBuilder:
     def build(self) -> Model:
         spec = self._spec
         embedding = self._vocabulary(spec.vocabulary(spec.embedding, self._rank, self._size))
+        # Where the output is the embedding it has just been read.
+        lm_head = self._output(embedding) if spec.output == spec.embedding else None
         layer_inputs = None if spec.layer_inputs is None else self._layer_inputs(spec.layer_inputs)
         layers = tuple(self._layer(norm, mixer) for norm, mixer in spec.layers)
         final_norm = self._of_scaled_sum(spec.final_norm, self._norm(spec.final_norm))
-        output = embedding
-        # An embedding that is still being copied is not looked at.
-        if spec.output != spec.embedding or (isinstance(embedding, Tensor) and self._weights.lend_rows is not None):
-            output = self._vocabulary(spec.vocabulary(spec.output, self._rank, self._size), stays=False)
-        lm_head = self._weights.linear([output]).weight
+        if lm_head is None:
+            lm_head = self._output(embedding)
         head = None if spec.head is None else self._head(spec.head)
         return Model(
             kernels=self._kernels,
@@ -128,6 +127,14 @@ class _DecoderBuilder:
             layer_inputs=layer_inputs,
             head=head,
         )
+
+    def _output(self, embedding: Tensor | QuantizedWeight) -> Weight:
+        """Of the model's last product."""
+        spec, output = self._spec, embedding
+        # An embedding that is still being copied is not looked at.
+        if spec.output != spec.embedding or (isinstance(embedding, Tensor) and self._weights.lend_rows is not None):
+            output = self._vocabulary(spec.vocabulary(spec.output, self._rank, self._size), stays=False)
+        return self._weights.linear([output]).weight
 
     def _embedding(self, weight: Tensor | QuantizedWeight, scale: EmbeddingScale) -> VocabParallelEmbedding:
         """Sharded like the output, which is as large: a sum over ranks a pass against a copy on every rank."""

@@ -82,10 +82,8 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
     cleared = 0 if columns < lines else first // PANEL
     if cleared < count:
         # Whoever writes to new memory waits for its pages.
-        cost, taken = (
-            (count - cleared) * lines * PANEL * word // _COPY_RATE,
-            (address, cleared, first, columns, lines, word),
-        )
+        cost = (count - cleared) * lines * PANEL * word // _COPY_RATE
+        taken = address, cleared, first, columns, lines, word
         packing().run(PackedLoop(_clear["bytes"], count - cleared, cost, 0, taken, (panels,)))
 
 
@@ -230,9 +228,7 @@ def _copy(begin: int, end: int, source: Any, target: Any, size: int, num_bytes: 
 
 
 @kernel({"bytes": (U8, INT, INT, INT, INT, INT)})
-def _clear(
-    begin: int, end: int, panels: Any, start: int, rows: int, columns: int, lines: int, word: int
-) -> None:  # fmt: skip
+def _clear(begin: int, end: int, panels: Any, start: int, rows: int, columns: int, lines: int, word: int) -> None:
     """Zeros to where there is none of so many rows and columns. Items are panels, from the one called `start` on."""
     for item in range(begin, end):
         panel = start + item

@@ -49,8 +49,8 @@ class MappedFiles:
     """The files of a folder, mapped into memory. A `TensorSource`; to be closed. `advance`: called with the number of
     bytes of each part.
 
-    `safetensors` has looked at the headers before, but does not hand out the tensors: with torch it looks at the first
-    number of each (`get_tensor` of 0.8.0), so whoever asks for one waits for the disk, and all Python with it.
+    The safetensors package has checked the headers, but does not hand out the tensors: version 0.8.0 looks at the first
+    number of each for torch, so whoever asks for one waits for the disk, and with it all who want Python.
     """
 
     device = torch.device("cpu")
@@ -60,7 +60,7 @@ class MappedFiles:
         self.advance: Callable[[int], None] | None = None
         self._folder = folder
         self._headers = headers
-        self._open: dict[str, Tensor] = {}
+        self._open: dict[str, tuple[Tensor, Mapping[str, tuple[int, int]]]] = {}
         self._offsets: dict[str, Mapping[str, tuple[int, int]]] = {}
         self._ahead = ahead
 
@@ -72,10 +72,8 @@ class MappedFiles:
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         header = self._headers[name]
         self._ahead.reached(name)
-        file, stored = self._open.get(header.file), TORCH_DTYPES[header.dtype]
-        if file is None:
-            file = self._open[header.file] = self._map(header.file)
-        begin, num_bytes = self._offsets_of(header.file)[name]
+        file, offsets = self._open.get(header.file) or self._map(header.file)
+        (begin, num_bytes), stored = offsets[name], TORCH_DTYPES[header.dtype]
         numbers = file[begin : begin + num_bytes]
         # Where a header's length is no multiple of it.
         whole = (numbers.clone() if begin % stored.itemsize else numbers).view(stored).view(header.shape)
@@ -105,11 +103,13 @@ class MappedFiles:
                 offsets = self._offsets[file] = read_offsets(opened)
         return offsets
 
-    def _map(self, file: str) -> Tensor:
-        """Its bytes."""
+    def _map(self, file: str) -> tuple[Tensor, Mapping[str, tuple[int, int]]]:
+        """Its bytes, and where tensors are in them."""
         with (self._folder / file).open("rb") as opened:
             # Nobody writes there, but torch warns of memory that cannot be written to.
-            return torch.frombuffer(mmap(opened.fileno(), 0, access=ACCESS_COPY), dtype=torch.uint8)
+            mapped = mmap(opened.fileno(), 0, access=ACCESS_COPY)
+        self._open[file] = torch.frombuffer(mapped, dtype=torch.uint8), self._offsets_of(file)
+        return self._open[file]
 
 
 def map_files(folder: Path, headers: Mapping[str, TensorHeader], ahead: ReadAhead) -> MappedFiles | GgufFiles:
