@@ -2,14 +2,17 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from cairn.errors import EngineDead
 from cairn.kernels.cpu import packing as packing_module
-from cairn.kernels.cpu.packing import fill_panels, packing
+from cairn.kernels.cpu.compiled import INT, kernel
+from cairn.kernels.cpu.graphs import LoopSequence
+from cairn.kernels.cpu.loop_queue import LoopQueue
+from cairn.kernels.cpu.packing import PackedLoop, fill_panels, packing
 from cairn.kernels.cpu.tiles import PANEL
 from cairn.kernels.cpu.transposing import transpose_words
 
@@ -93,52 +96,67 @@ def test_rows_laid_out_in_the_background_are_there_at_the_end(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_rows_are_laid_out_once_they_have_arrived() -> None:
+def test_rows_are_laid_out_once_they_are_there() -> None:
+    """Those that were given until then."""
     rows, panels = drawn_rows(1024, 1024, torch.bfloat16), torch.zeros(32, 1024, PANEL, 2, dtype=torch.uint8)
-    stored, arrivals = rows.clone(), list[str]()
+    stored, waiting, seen = rows.clone(), list[Callable[[], None]](), list[bool]()
 
-    def arrival() -> Callable[[], None]:
-        number = len(arrivals)
-        arrivals.append("asked")
-
-        def wait() -> None:
-            arrivals[number] = "waited"
-            rows.copy_(stored)
-
-        return wait
+    def fetch() -> None:
+        while len(waiting) < 2:
+            threading.Event().wait(0.001)
+        seen.append(bool((panels != 0).any()))
+        rows.copy_(stored)
+        for act in waiting:
+            act()
 
     rows.zero_()
-    with packing().in_background(arrival):
+    fetching = threading.Thread(target=fetch)
+    with packing().in_background(waiting.append):
         fill_panels([rows], panels)
         fill_panels([rows], torch.empty_like(panels))
-    assert arrivals == ["waited"] * 2
+        fetching.start()
+    fetching.join()
+    assert seen == [False]
     assert torch.equal(panels, laid_out([stored], 2, 1024))
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_what_fails_in_the_background_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no loop")
+def test_rows_that_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_module, "_PATIENCE", 0.01)
+    rows, panels = drawn_rows(1024, 1024, torch.bfloat16), torch.zeros(32, 1024, PANEL, 2, dtype=torch.uint8)
+    with pytest.raises(EngineDead, match="no weights"), packing().in_background(lambda act: None):
+        fill_panels([rows], panels)
+    assert not panels.any()
+    fill_panels([rows], panels)
+    assert torch.equal(panels, laid_out([rows], 2, 1024))
 
+
+@pytest.mark.usefixtures("two_threads")
+def test_what_fails_in_the_background_is_raised() -> None:
     rows, panels = drawn_rows(128, 2048, torch.bfloat16), torch.empty(4, 2048, PANEL, 2, dtype=torch.uint8)
-    with monkeypatch.context() as patched:
-        patched.setattr(packing_module, "_run_all", fail)
-        with pytest.raises(RuntimeError, match="no loop"), packing().in_background():
-            fill_panels([rows], panels)
+    with pytest.raises(RuntimeError, match="_fail failed"), packing().in_background():
+        packing().run(PackedLoop(_fail["any"], 1, 0, 1 << 20, (1,), ()))
     fill_panels([rows], panels)
     assert torch.equal(panels, laid_out([rows], 2, 2048))
+
+
+@kernel({"any": (INT,)})
+def _fail(begin: int, end: int, least: int) -> None:
+    for item in range(begin, end):
+        if item < least:
+            raise ValueError("too few")
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_small_rows_share_a_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    run_all = packing_module._run_all
+    add = LoopQueue.add
 
-    def noted(loops: Any, wait: Any) -> None:
-        runs.append(len(loops))
-        run_all(loops, wait)
+    def noted(queue: LoopQueue, sequence: LoopSequence) -> int:
+        runs.append(sequence.table[1])
+        return add(queue, sequence)
 
-    monkeypatch.setattr(packing_module, "_run_all", noted)
+    monkeypatch.setattr(LoopQueue, "add", noted)
     made = []
     with packing().in_background():
         for number in range(100):
@@ -153,27 +171,13 @@ def test_small_rows_share_a_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_the_caller_takes_what_no_thread_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only other thread is held up by the first rows until the caller has laid out all others."""
-    ran: list[int] = []
-    run_all, caller, others_done = packing_module._run_all, threading.get_ident(), threading.Event()
-
-    def noted(loops: Any, wait: Any) -> None:
-        ran.append(threading.get_ident())
-        if ran[-1] != caller:
-            assert others_done.wait(60)
-        run_all(loops, wait)
-        if len(ran) == 5:
-            others_done.set()
-
-    monkeypatch.setattr(packing_module, "_run_all", noted)
+    """As nobody else does here."""
+    monkeypatch.setattr(packing_module, "LoopQueue", lambda num_threads: LoopQueue(0))
     drawn = [drawn_rows(1024, 1024, torch.bfloat16, number) for number in range(5)]
     made = [torch.empty(32, 1024, PANEL, 2, dtype=torch.uint8) for _ in drawn]
     with packing().in_background():
         for rows, panels in zip(drawn, made, strict=True):
             fill_panels([rows], panels)
-            while not ran:
-                threading.Event().wait(0.001)
-    assert ran.count(caller) == 4
     for rows, panels in zip(drawn, made, strict=True):
         assert torch.equal(panels, laid_out([rows], 2, 1024))
 

@@ -144,7 +144,7 @@ def test_nobody_waits_for_what_is_not_fetched(file: Path, tmp_path: Path, fetche
     reader.wait_for(("39",))
 
 
-def test_what_was_reached_has_arrived_once_it_is_fetched(
+def test_what_waits_for_what_was_reached_is_done_once_that_is_fetched(
     file: Path, monkeypatch: pytest.MonkeyPatch, fetched: Fetched, ahead: Any
 ) -> None:
     gate, sendfile = threading.Semaphore(0), read_ahead.os.sendfile
@@ -155,18 +155,27 @@ def test_what_was_reached_has_arrived_once_it_is_fetched(
 
     monkeypatch.setattr(read_ahead.os, "sendfile", one_by_one)
     reader = ahead(tensors(file, 4, PIECE))
+    done = list[str]()
     reader.reached("0"), reader.reached("1")
-    first, nothing = reader.arrival(), reader.arrival()
-    nothing()
-    waiting = threading.Thread(target=first, daemon=True)
-    waiting.start()
+    reader.when_there(lambda: done.append("both"))
+    reader.when_there(lambda: done.append("nothing more"))
     gate.release()
     wait_until(lambda: len(fetched) == 1)
-    assert waiting.is_alive()
+    assert not done
     gate.release()
-    waiting.join(30)
-    assert not waiting.is_alive() and len(fetched) < 4
+    wait_until(lambda: len(done) == 2)
+    assert done == ["both", "nothing more"] and len(fetched) == 2
+    reader.reached("3")
+    reader.when_there(lambda: done.append("last"))
+    reader.reached("not wanted")
+    reader.when_there(lambda: done.append("not wanted"))
     gate.release(2)
+    wait_until(lambda: len(done) == 4)
+    assert done[2:] == ["last", "not wanted"]
+    reader.close()
+    reader.reached("2")
+    reader.when_there(lambda: done.append("closed"))
+    assert done[4:] == ["closed"]
 
 
 @pytest.mark.parametrize(("apart", "order"), [(2, [1, 10, 11, 12]), (30, [10, 11, 12, 1])])

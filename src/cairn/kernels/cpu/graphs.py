@@ -10,9 +10,9 @@ from llvmlite import ir
 from numba import types
 
 from cairn.kernels.batch import HostBatch
-from cairn.kernels.cpu.compiled import I64, intrinsic, kernel
+from cairn.kernels.cpu.compiled import I64, intrinsic, jit, kernel
 from cairn.kernels.cpu.metadata import CpuMetadata, build_metadata
-from cairn.kernels.cpu.recording import Loop, Operation, PassMemory, Recording
+from cairn.kernels.cpu.recording import Code, Loop, Operation, PassMemory, Recording
 from cairn.kernels.staging import Staging
 
 
@@ -47,7 +47,8 @@ class _Repeat:
 
 
 class LoopSequence:
-    """Loops one after the other, in one call."""
+    """Loops one after the other, in one call. `table`: the address of int64 [loops, 2], each one's and that of what it
+    takes, and how many there are."""
 
     def __init__(self, loops: Sequence[Loop]) -> None:
         self._codes, arguments = zip(*loops, strict=True)
@@ -57,21 +58,35 @@ class LoopSequence:
         firsts = np.cumsum([0, *map(len, words[:-1])])
         self._table = np.array([addresses, self._arguments.ctypes.data + firsts], np.int64).T.copy()
         self._failed = np.zeros(1, np.int64)
+        self.table = int(self._table.ctypes.data), len(self._codes)
+
+    def name(self, place: int) -> str:
+        """Of a loop."""
+        code: Code = self._codes[place]
+        return code.name
 
     def __call__(self) -> None:
         """Raises RuntimeError where one fails."""
-        _run_loops["any"](len(self._codes), 0, self._table.ctypes.data, self._failed.ctypes.data)
+        address, count = self.table
+        _run_loops["any"](count, 0, address, self._failed.ctypes.data)
         if self._failed[0]:
-            raise RuntimeError(f"{self._codes[self._failed[0] - 1].name} failed")
+            raise RuntimeError(f"{self.name(self._failed[0] - 1)} failed")
 
 
 @kernel({"any": (I64, I64)})
 def _run_loops(begin: int, end: int, table: Any, failed: Any) -> None:
     """On one thread; each loop takes its own."""
-    failed[0] = 0
-    for i in range(begin, end):
-        if _call(table[2 * i], table[2 * i + 1]) and not failed[0]:
-            failed[0] = i + 1
+    failed[0] = run_table(table, end)
+
+
+@jit
+def run_table(table: Any, count: int) -> Any:
+    """Of `LoopSequence`: all of them; the number of the first that failed, from 1 on, or 0."""
+    failed = np.int64(0)
+    for i in range(count):
+        if _call(table[2 * i], table[2 * i + 1]) and not failed:
+            failed = np.int64(i + 1)
+    return failed
 
 
 @intrinsic

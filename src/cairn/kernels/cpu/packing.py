@@ -7,21 +7,24 @@ While a model is loaded this is done in the background of the thread that finds 
 as the loops: rows are waited for, from a disk, where nobody else has to wait.
 """
 
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cairn.errors import EngineDead
 from cairn.kernels.cpu.compiled import BF16, I32, INT, U8, Variant, kernel
 from cairn.kernels.cpu.graphs import LoopSequence
+from cairn.kernels.cpu.loop_queue import LoopQueue
 from cairn.kernels.cpu.scalars import advance
 from cairn.kernels.cpu.tiles import PANEL
 from cairn.kernels.cpu.vectors import LANES, transpose_16
@@ -45,6 +48,9 @@ _MOST_WAITING = 4 << 20
 
 _FILE_SHARE = 16
 """So many bytes of rows that lie in files count as one that waits."""
+
+_PATIENCE, _PAUSE = 900.0, 50e-6
+"""Seconds that the caller waits for rows at most, and between two looks."""
 
 _SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
 """By the bytes of a word, the highest bit of each of its bytes."""
@@ -102,10 +108,19 @@ class PackedLoop:
         self.loop(self.items, packing().cost(self.cost), *self.places)
 
 
-_Batch = tuple[Future[None], Callable[[], None], int]
-"""What runs loops on one thread, and their bytes that wait."""
+class _Batch(NamedTuple):
+    """Loops in a queue under a number, with the rows that they need, of which so many bytes wait."""
 
-_NO_LIMIT = -1
+    number: int
+    sequence: LoopSequence
+    loops: list[PackedLoop]
+    num_waiting: int
+
+
+WhenThere = Callable[[Callable[[], None]], None]
+"""Calls something once all has been fetched that was asked for until now, in the order of these calls."""
+
+_ALL = -1
 """Fewer bytes than ever wait."""
 
 
@@ -113,39 +128,40 @@ class Packing:
     """Loops that lay rows out, at once or on threads in the background."""
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        self._queue: LoopQueue | None = None
+        self._when_there: WhenThere = lambda act: act()
         self._put_off: list[PackedLoop] | None = None
         self._collected: list[PackedLoop] = []
-        self._batches: list[_Batch] = []
+        self._batches: deque[_Batch] = deque()
         self._num_collected = self._num_kept = self._num_waiting = 0
         self._are_together = False
-        self._arrival: Callable[[], Callable[[], None]] = lambda: _nothing
 
     @contextmanager
-    def in_background(self, arrival: Callable[[], Callable[[], None]] = lambda: _nothing) -> Iterator[None]:
+    def in_background(self, when_there: WhenThere = lambda act: act()) -> Iterator[None]:
         """Inside, rows that were given are laid out on other threads, and nobody may look at panels; at the end all
         are. Each of them has one of the threads, of which there is one less than torch has, as the caller is one too
-        where it would wait: with a single one all is done at once. `arrival`: gives what is called before the loops
-        that were collected until then run, and waits for what they read."""
+        where it would wait: with a single one all is done at once. `when_there`: is told of all loops, which run once
+        there is what they read."""
         threads = torch.get_num_threads() - 1
-        if threads < 1 or self._pool is not None:
+        if threads < 1 or self._queue is not None:
             yield
             return
-        self._pool, self._arrival = ThreadPoolExecutor(threads, "cairn-packing"), arrival
+        self._queue, self._when_there = LoopQueue(threads), when_there
         try:
             yield
             self._submit()
-            self._wait_for(_NO_LIMIT)
+            self._wait_for(_ALL)
         finally:
-            self._pool.shutdown(cancel_futures=True)
-            self._batches, self._collected = [], []
+            self._queue.close()
+            self._collected = []
+            self._batches.clear()
             self._num_collected = self._num_kept = self._num_waiting = 0
-            self._pool, self._are_together = None, False
+            self._queue, self._are_together = None, False
 
     def put_off(self, read: Callable[[], object]) -> tuple[PackedLoop, ...]:
         """The loops that would get rows ready in `read`, where others are laid out in the background: nobody may look
         at the rows before they have run. Elsewhere they do at once."""
-        self._put_off = None if self._pool is None else []
+        self._put_off = None if self._queue is None else []
         try:
             read()
             return tuple(self._put_off or ())
@@ -169,7 +185,7 @@ class Packing:
 
     def together(self, put_off: Collection[PackedLoop], lay_out: Callable[[], Result]) -> Result:
         """`lay_out`, whose loops take what these have made, and stay on one thread with them."""
-        self._are_together = bool(put_off) and self._pool is not None
+        self._are_together = bool(put_off) and self._queue is not None
         for each in put_off:
             self.run(each)
         try:
@@ -180,7 +196,7 @@ class Packing:
 
     def run(self, loop: PackedLoop) -> None:
         """Now or in the background."""
-        if self._pool is None:
+        if self._queue is None:
             loop()
             return
         self._collected.append(loop)
@@ -193,31 +209,49 @@ class Packing:
         """What loops that are together make is wanted now."""
         if self._are_together:
             self._submit()
-            self._wait_for(_NO_LIMIT)
+            self._wait_for(_ALL)
 
     def _submit(self, least: int = 0) -> None:
         """If loops over so many bytes were collected."""
-        if self._pool is not None and self._collected and self._num_collected >= least:
+        if self._queue is not None and self._collected and self._num_collected >= least:
             self._wait_for(_MOST_WAITING)
-            run = partial(_run_all, self._collected, self._arrival())
-            self._batches.append((self._pool.submit(run), run, self._num_kept))
+            loops = self._collected
+            sequence = LoopSequence([each.loop.later(each.items, *each.places) for each in loops])
+            self._batches.append(_Batch(self._queue.add(sequence), sequence, loops, self._num_kept))
             self._num_waiting += self._num_kept
             self._collected, self._num_collected, self._num_kept = [], 0, 0
+            self._when_there(self._queue.give)
 
     def cost(self, nanoseconds: int) -> int:
         """What a loop is to be said to take: while others are in the background it stays on its thread, which is done
         before the team is awake, whose cores are not idle."""
-        return nanoseconds if self._pool is None else 0
+        return nanoseconds if self._queue is None else 0
 
     def _wait_for(self, most: int) -> None:
-        """Until there are no more bytes than that: meanwhile the caller takes what no thread has begun."""
-        while self._batches and (self._num_waiting > most or self._batches[0][0].done()):
-            number = 0
-            if not self._batches[0][0].done():
-                number = next((n for n, (begun, *_) in enumerate(self._batches) if begun.cancel()), 0)
-            begun, run, num_bytes = self._batches.pop(number)
-            run() if begun.cancelled() else begun.result()
-            self._num_waiting -= num_bytes
+        """Until there are no more bytes than that: meanwhile the caller takes what no thread has begun. Raises
+        EngineDead when there is nothing to take for too long, and RuntimeError where a loop failed."""
+        deadline = 0.0
+        while self._batches and self._queue is not None:
+            if self._queue.is_done(self._batches[0].number):
+                self._drop_first(self._queue)
+                deadline = 0.0
+            elif self._num_waiting <= most:
+                return
+            elif self._queue.run_next():
+                deadline = 0.0
+            else:
+                now = time.monotonic()
+                deadline = deadline or now + _PATIENCE
+                if now > deadline:
+                    raise EngineDead(f"no weights that are waited for have been read within {_PATIENCE:g} s")
+                time.sleep(_PAUSE)
+
+    def _drop_first(self, queue: LoopQueue) -> None:
+        """What is done."""
+        first = self._batches.popleft()
+        self._num_waiting -= first.num_waiting
+        if (failed := queue.failed(first.number)) is not None:
+            raise RuntimeError(f"{first.sequence.name(failed)} failed")
 
 
 @kernel({"bytes": (U8, U8, INT, INT)})
@@ -237,16 +271,6 @@ def _clear(begin: int, end: int, panels: Any, start: int, rows: int, columns: in
             target = advance(panels, (panel * lines + line) * PANEL * word)
             for j in range(height * word if line < columns else 0, PANEL * word):
                 target[j] = np.uint8(0)
-
-
-def _nothing() -> None: ...
-
-
-def _run_all(loops: list[PackedLoop], wait: Callable[[], None]) -> None:
-    """One after the other. What they work with is there until the end."""
-    wait()
-    LoopSequence([each.loop.later(each.items, *each.places) for each in loops])()
-    loops.clear()
 
 
 @cache

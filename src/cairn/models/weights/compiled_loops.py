@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cairn.kernels.quantized import QuantizedWeight
 
-Arrival = Callable[[], Callable[[], None]]
-"""Gives what waits until all has been fetched that was asked for until now."""
+WhenThere = Callable[[Callable[[], None]], None]
+"""Calls something once all has been fetched that was asked for until now, in the order of these calls."""
 
 
 @cache
@@ -50,14 +50,14 @@ def read_codes(read: Callable[[], QuantizedWeight]) -> QuantizedWeight:
 
 
 @contextmanager
-def background_packing(arrival: Arrival) -> Iterator[None]:
+def background_packing(when_there: WhenThere) -> Iterator[None]:
     """Inside, the CPU's backend lays weights out on threads of its own, see `Packing.in_background`; at the end what is
     kept for the next `passing_tensor` goes back to the system."""
     if (loops := compiled_loops("packing")) is None:
         yield
         return
     try:
-        with loops.packing().in_background(arrival):
+        with loops.packing().in_background(when_there):
             yield
     finally:
         compiled_loops("huge_pages").passing_memory().clear()

@@ -135,7 +135,7 @@ def load_weights(
         with (
             load_progress(what, total, "the host", communicator.rank == 0) as advance,
             reader.telling(advance),
-            background_packing(reader.arrival),
+            background_packing(reader.when_there),
         ):
             yield
         return

@@ -216,9 +216,9 @@ class WeightReader:
         small = (name for name, is_looked_at in order if is_looked_at)
         self._files.read_ahead([name for name, _ in order], list(islice(small, _MOST_FIRST)))
 
-    def arrival(self) -> Callable[[], None]:
+    def when_there(self, act: Callable[[], None]) -> None:
         """See `ReadAhead`."""
-        return self._ahead.arrival()
+        self._ahead.when_there(act)
 
     @contextmanager
     def telling(self, advance: Callable[[int], None]) -> Iterator[None]:

@@ -8,9 +8,9 @@ megabytes: the thread hardly needs Python, which others run meanwhile.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from threading import Condition, Thread
@@ -85,6 +85,7 @@ class ReadAhead:
         self._order: ReadingOrder | None = None
         self._wanted: Set[str] = frozenset()
         self._reached: list[str] = []
+        self._acts: deque[tuple[list[str], Callable[[], None]]] = deque()
         self._ends: dict[str, int] = {}
         self._begun = self._fetched = self._done = 0
         self._changed, self._is_full, self._stopped = Condition(), False, False
@@ -127,10 +128,19 @@ class ReadAhead:
             with self._changed:
                 self._changed.notify_all()
 
-    def arrival(self) -> Callable[[], None]:
-        """What waits for all that was reached since the last such call. By the thread that calls `reached`."""
+    def when_there(self, act: Callable[[], None]) -> None:
+        """Calls `act` once all has been fetched that was reached since the last such call, or nothing is any more, on
+        this thread or another one, in the order of these calls. By the thread that calls `reached`."""
         names, self._reached = self._reached, []
-        return partial(self.wait_for, names)
+        with self._changed:
+            self._acts.append((names, act))
+            self._changed.notify_all()
+            self._act()
+
+    def _act(self) -> None:
+        """Under the lock."""
+        while self._acts and (self._order is None or self._stopped or self._has(self._acts[0][0])):
+            self._acts.popleft()[1]()
 
     def wait_for(self, names: Collection[str]) -> None:
         """Until these tensors have been fetched, or nothing is any more."""
@@ -157,6 +167,7 @@ class ReadAhead:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+            self._act()
 
     def _run(self, nowhere: BinaryIO, files: ExitStack, blind: FileRange, descriptor: int) -> None:
         """`blind`: what is fetched until it is known what is wanted, and `descriptor` its file's. Closes the files."""
@@ -172,10 +183,10 @@ class ReadAhead:
                     if not self._wait_for_room(num_bytes):
                         return
                     os.sendfile(nowhere.fileno(), descriptor, begin, num_bytes)
-                    self._fetched = self._begun
-                    if self._num_waiting:
-                        with self._changed:
-                            self._changed.notify_all()
+                    with self._changed:
+                        self._fetched = self._begun
+                        self._changed.notify_all()
+                        self._act()
 
     def _ranges(self, blind: FileRange) -> Iterator[FileRange]:
         """All that is to be fetched."""
@@ -227,7 +238,7 @@ class ReadAhead:
 
     def _has_room(self) -> bool:
         """Also where somebody waits, for what was not known to be wanted when it was reached."""
-        return self._begun < self._done + _WINDOW or self._num_waiting > 0
+        return self._begun < self._done + _WINDOW or self._num_waiting > 0 or len(self._acts) > 0
 
 
 def _batches(places: Iterable[tuple[str, FileRange]], total: int) -> Iterator[Places]:
