@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cairn.errors import ModelError
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.registry import open_model
 from cairn.models.weights import transposes
+from cairn.models.weights.integer_layouts import _order
 from cairn.models.weights.loader import WeightReader
+from cairn.models.weights.packed_layouts import Coding
 from cairn.models.weights.tensor_source import MappedFiles
 from cairn.models.weights.transposes import join_codes, order_codes, transpose_words, unpack_codes
 from models.covered import PACKED
@@ -139,6 +142,37 @@ def test_codes_are_put_in_order(shape: tuple[int, int], bits: int) -> None:
         for each in (words, order_codes(words, order, bits))
     )
     assert torch.equal(ordered, codes[order.long()])
+
+
+GROUPS = [
+    [0, 0, 1, 1, 2, 2],
+    [2, 0, 1, 1, 0, 2],
+    [0, 0, 0, 1, 2, 2],
+    [0, 0, -1, 1, 2, 2],
+    [3, 0, 1, 1, 2, -1],
+    [0, 0, 3, 1, 2, 2],
+    [-2, 0, 1, 1, 2, 0],
+    [1, 1, 2, 2, 0, 0],
+]
+
+
+@pytest.mark.parametrize("stored", GROUPS)
+def test_an_order_of_groups_is_the_same_by_either_way(stored: list[int]) -> None:
+    """By compiled loops, and by numpy: also where there is none, and where groups are not of one size."""
+    coding = Coding((8, 6), 8, 2)
+    ways: list[object] = []
+    for groups in (torch.tensor(stored, dtype=torch.int32), torch.tensor(stored)):
+        try:
+            order = _order(groups, coding, "g_idx")
+            ways.append(None if order is None else order.tolist())
+        except ModelError as error:
+            ways.append(str(error))
+    assert ways[0] == ways[1]
+    if min(stored) >= 0 and all(stored.count(group) == 2 for group in range(3)):
+        in_order = sorted(range(6), key=lambda i: stored[i])
+        assert ways[0] == (None if in_order == list(range(6)) else in_order)
+    else:
+        assert ways[0] is None if -1 in stored else "2 inputs in each of 3 groups" in str(ways[0])
 
 
 def random_words(shape: tuple[int, int]) -> Tensor:

@@ -29,6 +29,9 @@ _WORD_RATE = 1
 _CODES = 8
 """Of a word."""
 
+SORTED, MOVED, ABSENT, UNEVEN = range(4)
+"""See `sort_by_group`."""
+
 _ORDERED_AT_A_TIME = 64
 """Words of a row: of all rows these stay in the first cache."""
 
@@ -75,6 +78,16 @@ def order_codes(words: Tensor, order: Tensor, bits: int) -> Tensor:
     out, places = passing_memory().empty((height, width), torch.int32), order.long()
     taken = words.data_ptr(), words.stride(0), height, width, places.data_ptr(), bits, out.data_ptr()
     return _made(_order_codes, -(-width // _ORDERED_AT_A_TIME), taken, out, words, places)
+
+
+def sort_by_group(groups: Tensor, num_groups: int, size: int) -> tuple[Tensor, int]:
+    """int32 [n], the group of each -> int32 [n], those of the first group and then of the next ones, each in their
+    order, and one of `SORTED`, `MOVED`, `ABSENT` where a group is -1, and `UNEVEN` where one has not `size` of them."""
+    order, kind = torch.empty_like(groups), torch.empty(1, dtype=torch.int64)
+    ends = torch.empty(num_groups, dtype=torch.int64)
+    places = groups.data_ptr(), len(groups), num_groups, size, ends.data_ptr(), order.data_ptr(), kind.data_ptr()
+    _sort_by_group["words"](1, 0, *places)
+    return order, int(kind)
 
 
 def _made(loop: Kernel, items: int, places: tuple[int, ...], out: Tensor, *taken: Tensor) -> Tensor:
@@ -128,6 +141,29 @@ def _unpack_codes(begin: int, end: int, source: Any, row: int, width: int, order
             target = advance(out, (item * width + column) * _CODES)
             for place in range(_CODES):
                 target[order[place]] = np.uint8(((word >> np.uint32(4 * place)) + np.uint32(added)) & np.uint32(15))
+
+
+@kernel({"words": (I32, INT, INT, INT, I64, I32, I64)})
+def _sort_by_group(
+    begin: int, end: int, groups: Any, count: int, num_groups: int, size: int, ends: Any, order: Any, kind: Any
+) -> None:
+    """A single item. `ends`: of each group, so far."""
+    for _ in range(begin, end):
+        kind[0] = SORTED if count == num_groups * size else UNEVEN
+        for j in range(num_groups):
+            ends[j] = j * size
+        for i in range(count):
+            group = np.int64(groups[i])
+            if group == -1:
+                kind[0] = ABSENT
+                break
+            if group < 0 or group >= num_groups or ends[group] >= (group + 1) * size:
+                kind[0] = UNEVEN
+            elif kind[0] != UNEVEN:
+                if ends[group] != i:
+                    kind[0] = MOVED
+                order[ends[group]] = np.int32(i)
+                ends[group] += 1
 
 
 @kernel({"words": (I32, INT, INT, INT, I64, INT, I32)})
