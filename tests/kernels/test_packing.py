@@ -1,7 +1,9 @@
 """Rows in parts are laid out in panels as all of them joined would be, wherever they lie."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from cairn.kernels.cpu.graphs import LoopSequence
 from cairn.kernels.cpu.loop_queue import LoopQueue
 from cairn.kernels.cpu.packing import PackedLoop, fill_panels, packing
 from cairn.kernels.cpu.tiles import PANEL
-from cairn.kernels.cpu.transposing import transpose_words
+from cairn.kernels.cpu.transposing import join_codes, order_codes, transpose_words
 
 DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.int32)
 
@@ -195,6 +197,48 @@ def test_what_was_put_off_has_run_before_rows_are_laid_out(columns: int) -> None
         joined[0].fill_(-1)
         packing().together(put_off, lambda: fill_panels(joined, panels))
     assert torch.equal(panels, laid_out([wanted], 4, 8 * 40))
+
+
+MAKERS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "joined": lambda words: join_codes(words, (0, 2, 4, 6, 1, 3, 5, 7)),
+        "in order": lambda words: order_codes(words, torch.arange(8 * len(words), dtype=torch.int32).flip(0), 4),
+        "bytes in order": lambda words: order_codes(words, torch.arange(4 * len(words), dtype=torch.int32).flip(0), 8),
+    }
+)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+@pytest.mark.parametrize("cut", [None, 32, 20])
+@pytest.mark.parametrize("widths", [(64, 160), (96,), (16, 16, 32), (40, 24), (72, 8)])
+def test_what_makes_rows_may_write_them_to_where_they_are_laid_out(
+    widths: tuple[int, ...], cut: int | None, make: Callable[[Tensor], Tensor]
+) -> None:
+    """Where they begin with a panel and end with one, and are not in parts."""
+    drawn = [drawn_rows(8 * 5, width, torch.int32, width) for width in widths]
+    made: list[Tensor] = []
+
+    def make_one(words: Tensor) -> None:
+        made.append(make(words))
+
+    def parts() -> list[Tensor]:
+        rows = [each.t() for each in made]
+        return rows if cut is None else [part for each in rows for part in (each[cut:], each[:cut]) if len(part)]
+
+    for words in drawn:
+        make_one(words)
+    wanted, lines = [part.clone(memory_format=torch.contiguous_format) for part in parts()], made[0].shape[0] + 3
+    panels = torch.full((-(-sum(map(len, wanted)) // PANEL), lines, PANEL, 4), 77, dtype=torch.uint8)
+    made.clear()
+    with packing().in_background():
+        put_off = [loop for words in drawn for loop in packing().put_off(partial(make_one, words))]
+        for each in made:
+            each.fill_(-1)
+        packing().together(put_off, lambda: fill_panels(parts(), panels))
+    assert torch.equal(panels, laid_out(wanted, 4, lines))
+    if cut is None and all(len(part) % PANEL == 0 for part in wanted):
+        assert all((each == -1).all() for each in made)
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cairn.kernels.cpu import huge_pages
 from cairn.kernels.cpu.panels import has_panels
+from cairn.kernels.quantized import as_bytes
 from cairn.models.registry import open_model
 from cairn.models.weights.tensor_source import MappedFiles
 from models.packed_checkpoints import FORMATS, write_packed
@@ -82,6 +83,26 @@ def test_nothing_of_a_model_is_in_the_files_memory(
     places = {part.untyped_storage().data_ptr() for part in given}
     assert len(given) > 30 and len(tensors) > 30
     assert not any(part.untyped_storage().data_ptr() in places for part in tensors)
+
+
+@pytest.mark.parametrize(
+    "name", [PLAIN, "W4A16", "AWQ", "GPTQ desc_act", *map(more, ("W8A8", "W4A16 actorder", "compressed NVFP4"))]
+)
+def test_weights_laid_out_in_the_background_are_the_same(name: str, write: Writer) -> None:
+    folder = write(name, torch.bfloat16)
+    made = []
+    for num_threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        try:
+            model = open_model(folder, "bfloat16", keeps="codes").build(exact=False)
+        finally:
+            torch.set_num_threads(before)
+        made.append(parts_of(model, Tensor))
+    alone, beside = made
+    assert len(alone) == len(beside) > 30
+    for ours, theirs in zip(beside, alone, strict=True):
+        assert torch.equal(as_bytes(ours).contiguous(), as_bytes(theirs).contiguous())
 
 
 @pytest.mark.skipif(not has_panels(torch.bfloat16), reason="this processor has no panels")

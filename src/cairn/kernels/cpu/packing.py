@@ -52,6 +52,9 @@ _FILE_SHARE = 16
 _PATIENCE, _PAUSE = 900.0, 50e-6
 """Seconds that the caller waits for rows at most, and between two looks."""
 
+_WORD = 4
+"""Bytes of one of codes."""
+
 _SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
 """By the bytes of a word, the highest bit of each of its bytes."""
 
@@ -67,6 +70,12 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
     columns, first, flipped = -(-row_bytes // word), 0, _SIGNS[word] if flips else 0
     for part in parts:
         rows, (row, step) = part.shape[0], part.stride()
+        if (maker := packing().maker_of(part)) is not None:
+            if first % PANEL == rows % PANEL == 0 and not flips and maker.makes(part):
+                packing().run(maker.into(panels, first), in_file=True)
+                first += rows
+                continue
+            packing().run(maker)
         is_across = row == 1 and itemsize == word and step >= rows > 1
         if row_bytes % word:
             packing().look()
@@ -95,7 +104,9 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
 
 @dataclass(slots=True, eq=False)
 class PackedLoop:
-    """`items` of a loop over so many bytes, with what it takes. `kept`: what is at these places."""
+    """`items` of a loop over so many bytes, with what it takes. `kept`: what is at these places. `target`: int32
+    [n, m], what it writes, if the last three places say where: an address, and how many words lines, and 32 words of a
+    line, are apart."""
 
     loop: Variant
     items: int
@@ -103,9 +114,23 @@ class PackedLoop:
     num_bytes: int
     places: tuple[int, ...]
     kept: tuple[object, ...]
+    target: Tensor | None = None
 
     def __call__(self) -> None:
         self.loop(self.items, packing().cost(self.cost), *self.places)
+
+    def makes(self, part: Tensor) -> bool:
+        """Whether a part [m, n] is what it writes, all of it, across."""
+        target = self.target
+        return target is not None and part.data_ptr() == target.data_ptr() and part.shape == target.shape[::-1]
+
+    def into(self, panels: Tensor, first: int) -> "PackedLoop":
+        """The same, whose columns are the rows from the `first` on of panels [panels, lines, 32] of words."""
+        lines = panels.shape[1]
+        places = panels.data_ptr() + first * lines * _WORD, PANEL, lines * PANEL
+        kept = *self.kept[1:], panels
+        num_bytes = 0 if self.target is None else self.target.nbytes
+        return PackedLoop(self.loop, self.items, self.cost, num_bytes, (*self.places[:-3], *places), kept)
 
 
 class _Batch(NamedTuple):
@@ -135,6 +160,7 @@ class Packing:
         self._batches: deque[_Batch] = deque()
         self._num_collected = self._num_kept = self._num_waiting = 0
         self._are_together = False
+        self._makers: dict[int, PackedLoop] = {}
 
     @contextmanager
     def in_background(self, when_there: WhenThere = lambda act: act()) -> Iterator[None]:
@@ -187,21 +213,30 @@ class Packing:
         """`lay_out`, whose loops take what these have made, and stay on one thread with them."""
         self._are_together = bool(put_off) and self._queue is not None
         for each in put_off:
-            self.run(each)
+            if each.target is None:
+                self.run(each)
+            else:
+                self._makers[_memory_of(each.target)] = each
         try:
             return lay_out()
         finally:
             self._are_together = False
+            self._makers.clear()
             self._submit(_LEAST_IN_BACKGROUND)
 
-    def run(self, loop: PackedLoop) -> None:
-        """Now or in the background."""
+    def maker_of(self, part: Tensor) -> PackedLoop | None:
+        """The loop that would make what a part is in, which has not been told to run yet; once."""
+        return self._makers.pop(_memory_of(part), None) if self._makers else None
+
+    def run(self, loop: PackedLoop, in_file: bool = False) -> None:
+        """Now or in the background. `in_file`: what it reads lies in a file."""
         if self._queue is None:
             loop()
             return
         self._collected.append(loop)
         self._num_collected += loop.num_bytes
-        self._num_kept += loop.num_bytes if self._are_together else loop.num_bytes // _FILE_SHARE
+        is_kept = self._are_together and not in_file
+        self._num_kept += loop.num_bytes if is_kept else loop.num_bytes // _FILE_SHARE
         if not self._are_together:
             self._submit(_LEAST_IN_BACKGROUND)
 
@@ -252,6 +287,10 @@ class Packing:
         self._num_waiting -= first.num_waiting
         if (failed := queue.failed(first.number)) is not None:
             raise RuntimeError(f"{first.sequence.name(failed)} failed")
+
+
+def _memory_of(part: Tensor) -> int:
+    return part.untyped_storage().data_ptr()
 
 
 @kernel({"bytes": (U8, U8, INT, INT)})

@@ -13,6 +13,7 @@ from cairn.kernels.cpu.compiled import I32, I64, INT, U8, Kernel, kernel
 from cairn.kernels.cpu.huge_pages import passing_memory
 from cairn.kernels.cpu.packing import PackedLoop, packing
 from cairn.kernels.cpu.scalars import advance
+from cairn.kernels.cpu.tiles import PANEL
 from cairn.kernels.cpu.vectors import (
     LANES,
     gather_codes_4,
@@ -35,13 +36,15 @@ SORTED, MOVED, ABSENT, UNEVEN = range(4)
 _ORDERED_AT_A_TIME = 64
 """Words of a row: of all rows these stay in the first cache."""
 
+_PANELS_ORDERED = _ORDERED_AT_A_TIME // PANEL
+
 
 def transpose_words(words: Tensor) -> Tensor:
     """int32 [n, m], rows contiguous -> [m, n]."""
     height, width = words.shape
     out = passing_memory().empty((width, height), torch.int32)
     places = words.data_ptr(), words.stride(0), height, width, out.data_ptr()
-    return _made(_transpose_words, -(-width // LANES), places, out, words)
+    return _made(_transpose_words, -(-width // LANES), places, out, words, num_bytes=out.nbytes)
 
 
 def join_codes(words: Tensor, order: Sequence[int]) -> Tensor:
@@ -51,8 +54,8 @@ def join_codes(words: Tensor, order: Sequence[int]) -> Tensor:
     blocks = height // _CODES
     out = passing_memory().empty((blocks, _CODES * width), torch.int32)
     columns, places = _columns_of(tuple(order))
-    taken = words.data_ptr(), words.stride(0), width, columns.data_ptr(), places.data_ptr(), out.data_ptr()
-    return _made(_join_codes, blocks, taken, out, words)
+    taken = words.data_ptr(), words.stride(0), width, columns.data_ptr(), places.data_ptr(), *_across(out)
+    return _made(_join_codes, blocks, taken, out, words, moves=True)
 
 
 def unpack_codes(words: Tensor, order: Sequence[int], added: int) -> Tensor:
@@ -76,8 +79,8 @@ def order_codes(words: Tensor, order: Tensor, bits: int) -> Tensor:
     on -> codes `order` of each column, int64."""
     height, width = words.shape
     out, places = passing_memory().empty((height, width), torch.int32), order.long()
-    taken = words.data_ptr(), words.stride(0), height, width, places.data_ptr(), bits, out.data_ptr()
-    return _made(_order_codes, -(-width // _ORDERED_AT_A_TIME), taken, out, words, places)
+    taken = words.data_ptr(), words.stride(0), height, width, places.data_ptr(), bits, *_across(out)
+    return _made(_order_codes, -(-width // _ORDERED_AT_A_TIME), taken, out, words, places, moves=True)
 
 
 def sort_by_group(groups: Tensor, num_groups: int, size: int) -> tuple[Tensor, int]:
@@ -90,9 +93,19 @@ def sort_by_group(groups: Tensor, num_groups: int, size: int) -> tuple[Tensor, i
     return order, int(kind)
 
 
-def _made(loop: Kernel, items: int, places: tuple[int, ...], out: Tensor, *taken: Tensor) -> Tensor:
+def _across(out: Tensor) -> tuple[int, int, int]:
+    """Three arguments of a loop: the address, and how many words its lines, and 32 words of a line, are apart."""
+    return out.data_ptr(), out.shape[1], PANEL
+
+
+def _made(
+    loop: Kernel, items: int, places: tuple[int, ...], out: Tensor, *taken: Tensor, moves: bool = False,
+    num_bytes: int = 0,
+) -> Tensor:  # fmt: skip
+    """`moves`: see `PackedLoop.target`. `num_bytes`: of what waits for another loop than that which lays it out."""
     cost = out.nbytes // out.element_size() // _WORD_RATE
-    packing().get_ready(PackedLoop(loop["words"], items, cost, 0, places, (out, *taken)))
+    target = out if moves else None
+    packing().get_ready(PackedLoop(loop["words"], items, cost, num_bytes, places, (out, *taken), target))
     return out
 
 
@@ -110,25 +123,28 @@ def _transpose_words(begin: int, end: int, source: Any, row: int, height: int, w
                 out[column * height + top] = source[top * row + column]
 
 
-@kernel({"words": (I32, INT, INT, I64, I64, I32)})
-def _join_codes(begin: int, end: int, source: Any, row: int, width: int, order: Any, places: Any, out: Any) -> None:
+@kernel({"words": (I32, INT, INT, I64, I64, I32, INT, INT)})
+def _join_codes(
+    begin: int, end: int, source: Any, row: int, width: int, order: Any, places: Any, out: Any, line: int, panel: int
+) -> None:
     """Items are blocks of eight rows. Of 16 columns of words all codes are transposed in their words, and then the
-    words of each column put side by side. `places`: the inverse of `order`."""
+    words of each column put side by side. `places`: the inverse of `order`. `line`, `panel`: see `_across`."""
     buffer = np.empty(_CODES * LANES, np.int32)
     squares = pointer_to(buffer)
     wide = width // LANES * LANES
     for item in range(begin, end):
-        rows, target = advance(source, item * _CODES * row), advance(out, item * _CODES * width)
+        rows, target = advance(source, item * _CODES * row), advance(out, item * line)
         for first in range(0, wide, LANES):
             transpose_nibbles(advance(rows, first), row, squares, LANES)
-            weave_lines(squares, places, advance(target, first * _CODES))
+            weave_lines(squares, places, advance(target, first * _CODES // PANEL * panel), panel)
         for column in range(wide, width):
             for place in range(_CODES):
                 word = np.uint32(0)
                 for j in range(_CODES):
                     code = np.uint32(rows[j * row + column]) >> np.uint32(4 * place)
                     word |= (code & np.uint32(15)) << np.uint32(4 * j)
-                target[column * _CODES + order[place]] = np.int32(word)
+                number = column * _CODES + order[place]
+                target[number // PANEL * panel + number % PANEL] = np.int32(word)
     buffer[0] = 0
 
 
@@ -166,23 +182,26 @@ def _sort_by_group(
                 ends[group] += 1
 
 
-@kernel({"words": (I32, INT, INT, INT, I64, INT, I32)})
+@kernel({"words": (I32, INT, INT, INT, I64, INT, I32, INT, INT)})
 def _order_codes(
-    begin: int, end: int, source: Any, row: int, height: int, width: int, order: Any, bits: int, out: Any
-) -> None:
-    """Items are 64 columns, of which the last one may have fewer."""
+    begin: int, end: int, source: Any, row: int, height: int, width: int, order: Any, bits: int, out: Any, step: int,
+    panel: int,
+) -> None:  # fmt: skip
+    """Items are 64 columns, of which the last one may have fewer. `step`, `panel`: see `_across`."""
     in_word = 32 // bits
     kept = np.uint32((1 << bits) - 1)
     for item in range(begin, end):
-        first = item * _ORDERED_AT_A_TIME
-        columns = min(_ORDERED_AT_A_TIME, width - first)
-        wide = columns // LANES * LANES
-        for line in range(height):
-            target, numbers = advance(out, line * width + first), advance(order, line * in_word)
+        begin_columns = item * _ORDERED_AT_A_TIME
+        end_columns = min(begin_columns + _ORDERED_AT_A_TIME, width)
+        for line_panel in range(height * _PANELS_ORDERED):
+            line, first = line_panel // _PANELS_ORDERED, begin_columns + line_panel % _PANELS_ORDERED * PANEL
+            columns = min(PANEL, end_columns - first)
+            wide = columns // LANES * LANES
+            target, numbers = advance(out, line * step + first // PANEL * panel), advance(order, line * in_word)
             words = advance(source, first)
-            if bits == 4:
+            if wide > 0 and bits == 4:
                 gather_codes_4(words, row, numbers, target, wide)
-            else:
+            elif wide > 0:
                 gather_codes_8(words, row, numbers, target, wide)
             for column in range(wide, columns):
                 word = np.uint32(0)

@@ -281,12 +281,13 @@ def transpose_nibbles(typingctx: Any, source: Any, row: Any, target: Any, line: 
 
 
 @intrinsic
-def weave_lines(typingctx: Any, lines: Any, places: Any, target: Any) -> Any:
-    """Of 8 lines of 16 words, one after the other, the first words of all, then the second ones, and so on, 128 words.
-    `places`: pointer to the lines' numbers in the order in which their words follow each other."""
+def weave_lines(typingctx: Any, lines: Any, places: Any, target: Any, step: Any) -> Any:
+    """Of 8 lines of 16 words, one after the other, the first words of all, then the second ones, and so on, 128 words,
+    32 of them at the target, the next 32 so many words on. `places`: pointer to the lines' numbers in the order in
+    which their words follow each other."""
 
     def write(builder: Any, function: Any) -> None:
-        lines, places, target = function.args
+        lines, places, target, step = function.args
         words = ir.VectorType(ir.IntType(32), LANES)
 
         def line(number: int) -> Any:
@@ -302,14 +303,15 @@ def weave_lines(typingctx: Any, lines: Any, places: Any, target: Any) -> Any:
                 for n in range(half)
             ]
         for number, each in enumerate(runs[0]):
-            at = builder.gep(target, [ir.Constant(_I64, number * LANES)])
+            far = builder.mul(step, ir.Constant(_I64, number // 2))
+            at = builder.gep(target, [builder.add(far, ir.Constant(_I64, number % 2 * LANES))])
             builder.store(each, builder.bitcast(at, words.as_pointer()), align=4)
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         call_shared(builder, "cairn.weave_lines", args, write)
         return context.get_dummy_value()
 
-    return types.void(I32, I64, I32), code
+    return types.void(I32, I64, I32, types.int64), code
 
 
 def _alternate(builder: Any, first: Any, second: Any) -> tuple[Any, Any]:
