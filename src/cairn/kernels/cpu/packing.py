@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 _COPY_RATE = 4
 """Bytes that one thread lays out in a nanosecond."""
 
-_PANELS_AT_A_TIME = 4
+_PANELS_AT_A_TIME = 8
 """Of rows side by side: lines that are read are longer than those that are written."""
 
 _COPIED_AT_A_TIME = 1 << 20
@@ -365,5 +365,10 @@ def _fill_across(
                 low, high = max(first, panel * PANEL), min(first + rows, (panel + 1) * PANEL)
                 target = advance(panels, (panel * lines + column) * PANEL + low - panel * PANEL)
                 part = advance(words, low - first)
-                for lane in range(high - low):
-                    target[lane] = part[lane] ^ flipped
+                if high - low == PANEL:
+                    # A loop of a length that is known takes two thirds of the time.
+                    for lane in range(PANEL):
+                        target[lane] = part[lane] ^ flipped
+                else:
+                    for lane in range(high - low):
+                        target[lane] = part[lane] ^ flipped
