@@ -15,6 +15,7 @@ from cairn.kernels.cpu import huge_pages
 from cairn.kernels.cpu.panels import has_panels
 from cairn.kernels.quantized import as_bytes
 from cairn.models.registry import open_model
+from cairn.models.weights.read_ahead import ReadAhead
 from cairn.models.weights.tensor_source import MappedFiles
 from models.packed_checkpoints import FORMATS, write_packed
 from models.test_served_int8 import parts_of
@@ -103,6 +104,24 @@ def test_weights_laid_out_in_the_background_are_the_same(name: str, write: Write
     assert len(alone) == len(beside) > 30
     for ours, theirs in zip(beside, alone, strict=True):
         assert torch.equal(as_bytes(ours).contiguous(), as_bytes(theirs).contiguous())
+
+
+def test_what_is_looked_at_is_waited_for_and_nothing_else(write: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, biases and orders of inputs; what is laid out in the background waits by itself."""
+    folder, looked_at, reached = write("GPTQ desc_act", torch.bfloat16), set[str](), set[str]()
+    reach = ReadAhead.reached
+
+    def noted(ahead: ReadAhead, name: str) -> None:
+        reached.add(name)
+        reach(ahead, name)
+
+    monkeypatch.setattr(ReadAhead, "wait_for", lambda _, names: looked_at.update(names))
+    monkeypatch.setattr(ReadAhead, "reached", noted)
+    open_model(folder, "bfloat16", keeps="codes").build(exact=False)
+    endings = {name.rpartition(".")[2] for name in looked_at}
+    assert endings >= {"g_idx", "A_log", "dt_bias"} and not endings & {"qweight", "qzeros", "scales"}
+    assert any(name.endswith("layernorm.weight") for name in looked_at)
+    assert {name.rpartition(".")[2] for name in reached - looked_at} >= {"qweight", "qzeros", "scales"}
 
 
 @pytest.mark.skipif(not has_panels(torch.bfloat16), reason="this processor has no panels")
