@@ -195,7 +195,7 @@ def _order_codes(
         end_columns = min(begin_columns + _ORDERED_AT_A_TIME, width)
         for line_panel in range(height * _PANELS_ORDERED):
             line, first = line_panel // _PANELS_ORDERED, begin_columns + line_panel % _PANELS_ORDERED * PANEL
-            columns = min(PANEL, end_columns - first)
+            columns = max(0, min(PANEL, end_columns - first))
             wide = columns // LANES * LANES
             target, numbers = advance(out, line * step + first // PANEL * panel), advance(order, line * in_word)
             words = advance(source, first)
