@@ -14,6 +14,9 @@ StoredRows = Fp8Weight | QuantizedWeight
 WeightRows = Tensor | StoredRows
 """Rows of a weight [out, in], as they are stored or in the model's dtype."""
 
+WhenThere = Callable[[Callable[[], None]], None]
+"""Calls something once all rows have been fetched that were asked for until now, in the order of these calls."""
+
 
 def runs_of(parts: Sequence[WeightRows]) -> list[list[WeightRows]]:
     """Neighbours of one kind, of whose rows one weight can be made."""
@@ -63,6 +66,11 @@ def _stack(parts: list[Tensor]) -> Tensor:
 def lies_across(part: Tensor) -> bool:
     """Whether its rows lie side by side, as in some files: copied number by number torch takes much longer."""
     return part.dim() == 2 and part.stride(0) == 1 < part.stride(1)
+
+
+def memory_of(part: Tensor) -> int:
+    """Where its memory begins, equal for all views of it."""
+    return part.untyped_storage().data_ptr()
 
 
 def _combine(function: Callable[[list[Tensor]], Tensor], parts: Sequence[WeightRows]) -> WeightRows:

@@ -28,6 +28,7 @@ from cairn.kernels.cpu.loop_queue import LoopQueue
 from cairn.kernels.cpu.scalars import advance
 from cairn.kernels.cpu.tiles import PANEL
 from cairn.kernels.cpu.vectors import LANES, transpose_16
+from cairn.kernels.weight_rows import WhenThere, memory_of
 
 Result = TypeVar("Result")
 
@@ -52,9 +53,6 @@ _FILE_SHARE = 16
 _PATIENCE, _PAUSE = 900.0, 50e-6
 """Seconds that the caller waits for rows at most, and between two looks."""
 
-_WORD = 4
-"""Bytes of one of codes."""
-
 _SIGNS: Mapping[int, int] = MappingProxyType({4: -0x7F7F7F80, 1: 0x80})
 """By the bytes of a word, the highest bit of each of its bytes."""
 
@@ -71,8 +69,9 @@ def fill_panels(parts: Sequence[Tensor], panels: Tensor, flips: bool = False) ->
     for part in parts:
         rows, (row, step) = part.shape[0], part.stride()
         if (maker := packing().maker_of(part)) is not None:
-            if first % PANEL == rows % PANEL == 0 and not flips and maker.makes(part):
-                packing().run(maker.into(panels, first), in_file=True)
+            moved = None if flips else maker.into(part, panels, first)
+            if moved is not None:
+                packing().run(moved, in_file=True)
                 first += rows
                 continue
             packing().run(maker)
@@ -119,18 +118,17 @@ class PackedLoop:
     def __call__(self) -> None:
         self.loop(self.items, packing().cost(self.cost), *self.places)
 
-    def makes(self, part: Tensor) -> bool:
-        """Whether a part [m, n] is what it writes, all of it, across."""
-        target = self.target
-        return target is not None and part.data_ptr() == target.data_ptr() and part.shape == target.shape[::-1]
-
-    def into(self, panels: Tensor, first: int) -> "PackedLoop":
-        """The same, whose columns are the rows from the `first` on of panels [panels, lines, 32] of words."""
-        lines = panels.shape[1]
-        places = panels.data_ptr() + first * lines * _WORD, PANEL, lines * PANEL
+    def into(self, part: Tensor, panels: Tensor, first: int) -> "PackedLoop | None":
+        """The same, whose columns, which are the rows `part`, are those from the `first` on of panels
+        [panels, lines, 32] of words; None where these are not all that it writes, or not whole panels."""
+        target, lines = self.target, panels.shape[1]
+        if target is None or part.data_ptr() != target.data_ptr() or part.shape != target.shape[::-1]:
+            return None
+        if first % PANEL or part.shape[0] % PANEL:
+            return None
+        places = panels.data_ptr() + first * lines * target.itemsize, PANEL, lines * PANEL
         kept = *self.kept[1:], panels
-        num_bytes = 0 if self.target is None else self.target.nbytes
-        return PackedLoop(self.loop, self.items, self.cost, num_bytes, (*self.places[:-3], *places), kept)
+        return PackedLoop(self.loop, self.items, self.cost, target.nbytes, (*self.places[:-3], *places), kept)
 
 
 class _Batch(NamedTuple):
@@ -141,9 +139,6 @@ class _Batch(NamedTuple):
     loops: list[PackedLoop]
     num_waiting: int
 
-
-WhenThere = Callable[[Callable[[], None]], None]
-"""Calls something once all has been fetched that was asked for until now, in the order of these calls."""
 
 _ALL = -1
 """Fewer bytes than ever wait."""
@@ -216,7 +211,7 @@ class Packing:
             if each.target is None:
                 self.run(each)
             else:
-                self._makers[_memory_of(each.target)] = each
+                self._makers[memory_of(each.target)] = each
         try:
             return lay_out()
         finally:
@@ -226,7 +221,7 @@ class Packing:
 
     def maker_of(self, part: Tensor) -> PackedLoop | None:
         """The loop that would make what a part is in, which has not been told to run yet; once."""
-        return self._makers.pop(_memory_of(part), None) if self._makers else None
+        return self._makers.pop(memory_of(part), None) if self._makers else None
 
     def run(self, loop: PackedLoop, in_file: bool = False) -> None:
         """Now or in the background. `in_file`: what it reads lies in a file."""
@@ -287,10 +282,6 @@ class Packing:
         self._num_waiting -= first.num_waiting
         if (failed := queue.failed(first.number)) is not None:
             raise RuntimeError(f"{first.sequence.name(failed)} failed")
-
-
-def _memory_of(part: Tensor) -> int:
-    return part.untyped_storage().data_ptr()
 
 
 @kernel({"bytes": (U8, U8, INT, INT)})

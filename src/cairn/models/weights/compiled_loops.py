@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.quantized import QuantizedWeight
-
-WhenThere = Callable[[Callable[[], None]], None]
-"""Calls something once all has been fetched that was asked for until now, in the order of these calls."""
+from cairn.kernels.weight_rows import WhenThere
 
 
 @cache

@@ -2,27 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import lcm
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.errors import ModelError
 from cairn.kernels.quantized import QuantizedWeight
-from cairn.models.weights.compiled_loops import compiled_loops
 from cairn.models.weights.packed_layouts import FLOATS, Coding, PackedLayout, Read, Wanted, divided
-from cairn.models.weights.transposes import join_codes, order_codes, transpose_words, unpack_codes
+from cairn.models.weights.transposes import join_codes, order_codes, sort_by_group, transpose_words, unpack_codes
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs of a word, from its lowest bits on."""
 
 _IN_ORDER = tuple(range(8))
-
-_MOST_SHORT = 1 << 15
-"""Numbers from 0 on that 16 bits have."""
 
 
 class _Words(PackedLayout):
@@ -208,25 +201,7 @@ def _order(groups: Tensor, coding: Coding, label: str) -> Tensor | None:
     Raises ModelError where groups are not all of one size."""
     if groups.is_meta or groups.numel() == 0:
         return None
-    uneven = f"{label} does not have {coding.group} inputs in each of {coding.groups} groups"
-    is_plain = groups.device.type == "cpu" and groups.dtype == torch.int32 and groups.is_contiguous()
-    if is_plain and (loops := compiled_loops("transposing")) is not None:
-        sorted_inputs, kind = loops.sort_by_group(groups, coding.groups, coding.group)
-        if kind == loops.UNEVEN:
-            raise ModelError(uneven)
-        return sorted_inputs if kind == loops.MOVED else None
-    # numpy's, as torch takes five times as long for so few.
-    stored, wanted = groups.cpu().numpy(), _groups_in_order(coding.inputs, coding.group)
-    if (stored == wanted).all() or (stored == -1).any():
-        return None
-    # Numbers of 16 bits are sorted by their digits. What does not fit them is not what is wanted.
-    order = (stored.astype(np.int16) if coding.groups <= _MOST_SHORT else stored).argsort(kind="stable")
-    if not (stored[order] == wanted).all():
-        raise ModelError(uneven)
-    return torch.from_numpy(order.astype(np.int32)).to(groups.device)
-
-
-@lru_cache(maxsize=16)
-def _groups_in_order(inputs: int, group: int) -> NDArray[np.int32]:
-    """Of each input."""
-    return np.arange(inputs, dtype=np.int32) // np.int32(group)
+    try:
+        return sort_by_group(groups, coding.groups, coding.group)
+    except ValueError:
+        raise ModelError(f"{label} does not have {coding.group} inputs in each of {coding.groups} groups") from None

@@ -20,7 +20,7 @@ import torch
 from cairn.errors import ModelError
 from cairn.kernels.fp8 import Fp8Weight
 from cairn.kernels.quantized import QuantizedWeight
-from cairn.kernels.weight_rows import StoredRows
+from cairn.kernels.weight_rows import StoredRows, memory_of
 from cairn.models.config_schema import Fields
 from cairn.models.decoder_config import ServedDType, served_dtype
 from cairn.models.sharding import TensorShard
@@ -327,11 +327,11 @@ class WeightReader:
 
         def read_part(stored: str, part: tuple[slice, ...]) -> torch.Tensor:
             values = read_stored(stored, part)
-            given.add(_memory_of(values))
+            given.add(memory_of(values))
             return values
 
         def copy_given(part: torch.Tensor) -> torch.Tensor:
-            return part.clone() if _memory_of(part) in given else part
+            return part.clone() if memory_of(part) in given else part
 
         def read() -> QuantizedWeight | None:
             if isinstance(matrix, str):
@@ -430,8 +430,3 @@ class WeightReader:
 
     def _stored(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         return self._source.read(name, part, None)
-
-
-def _memory_of(values: torch.Tensor) -> int:
-    """Where it begins, equal for all views of it."""
-    return values.untyped_storage().data_ptr()
